@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists the targets. Every target makes the environment that it needs; a second run reinstalls nothing.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# The interpreter and PyTorch's CPU wheel index, for scripts/make_venv.sh; both may be overridden.
+PYTHON ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Added to every pytest call: make test PYTEST_ARGS='-k reload'
+PYTEST_ARGS ?=
+
+export PYTHON TORCH_INDEX
+# GiB of key-value cache: vLLM's default on a CPU takes more than a small machine has.
+export VLLM_CPU_KVCACHE_SPACE = 1
+# Nothing here needs a hub, and nobody's tests should report usage.
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+export DO_NOT_TRACK = 1
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: setup
+setup: ## make .venv: vLLM for CPUs, this package (editable) and the tools
+	@scripts/make_venv.sh host
+
+.PHONY: setup-plain
+setup-plain: ## make .venv-plain: this package and pytest, no vLLM
+	@scripts/make_venv.sh plain
+
+.PHONY: setup-floor
+setup-floor: ## make .venv-floor: as .venv-plain, with the oldest dependencies admitted
+	@scripts/make_venv.sh floor
+
+.PHONY: demo
+demo: setup ## hot-swap a real engine A -> B -> A, survive a failing update, compare with stock
+	$(BIN)/python examples/demo.py
+
+.PHONY: check
+check: setup ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: test-fast
+test-fast: setup ## unit tests and the quick integration tests (under 3 minutes)
+	$(PYTEST) -x -m "not slow and not full and not gpu" tests/unit tests/integration $(PYTEST_ARGS)
+
+.PHONY: test
+test: test-host test-plain ## everything but `full` (under 30 minutes on two cores)
+
+.PHONY: test-host
+test-host: setup ## the part of `make test` with vLLM
+	$(PYTEST) -m "not full and not gpu and not plain" $(PYTEST_ARGS)
+
+.PHONY: test-plain
+test-plain: setup-plain ## the part of `make test` without vLLM
+	.venv-plain/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
+
+.PHONY: test-floor
+test-floor: setup-floor ## test-plain with the oldest dependencies admitted
+	.venv-floor/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
+
+.PHONY: test-full
+test-full: setup ## the whole product of families, ways and modes (hours)
+	$(PYTEST) -m full $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: setup ## measure against stock vLLM, paired in one run
+	$(BIN)/python benchmarks/run.py
+
+.PHONY: clean
+clean: ## remove caches and build outputs; environments stay
+	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .artifacts
+	find weightlife kernels otel tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+.PHONY: distclean
+distclean: clean ## remove the environments too
+	rm -rf .venv .venv-plain .venv-floor

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate ``names.py`` from the registry: ``python otel/generate_names.py``.
+
+The registry is the source of every name that weightlife tells; a test holds the generated file equal to it.
+Needs PyYAML, which nothing else at run time does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["generate", "load_registry"]
+
+_HERE = Path(__file__).resolve().parent
+REGISTRY = _HERE / "registry" / "weightlife.yaml"
+TARGET = _HERE / "names.py"
+
+# Names that the registry refers to and OpenTelemetry's own registry defines.
+_STANDARD = {"error.type": ("string", "Class of the error that ended the operation.")}
+
+_HEAD = '''# SPDX-License-Identifier: Apache-2.0
+"""Names of attributes, span groups and events. Generated from registry/weightlife.yaml; do not edit."""
+
+from __future__ import annotations
+
+'''
+
+
+def load_registry(path: Path = REGISTRY) -> list[dict[str, Any]]:
+    """The groups of a registry file."""
+    import yaml
+
+    groups: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+    return groups
+
+
+def generate(groups: list[dict[str, Any]]) -> str:
+    """The text of ``names.py``, formatted as ``ruff format`` leaves it."""
+    defined = [
+        attribute for group in groups for attribute in group.get("attributes", ()) if "id" in attribute
+    ]
+    referred = {a["ref"] for group in groups for a in group.get("attributes", ()) if "ref" in a}
+    rows = [(a["id"], _type(a["type"]), a["brief"]) for a in defined]
+    rows += [(name, *_STANDARD[name]) for name in referred - {a["id"] for a in defined}]
+    rows.sort()
+    lines: list[str] = []
+    for name, _, brief in rows:
+        lines += [f'{_constant(name)} = "{name}"', f'"""{" ".join(brief.split())}"""']
+    for group in groups:
+        if group["type"] == "event":
+            lines += [f'EVENT_{_constant(group["name"])} = "{group["name"]}"', f'"""{group["brief"]}"""']
+    lines += ["", "TYPES: dict[str, str] = {"]
+    lines += [f'    {_constant(name)}: "{kind}",' for name, kind, _ in rows]
+    lines += [
+        "}",
+        '"""Type of each attribute\'s value; of a template, the type of the values under its prefix."""',
+    ]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _type(declared: str | dict[str, Any]) -> str:
+    return declared if isinstance(declared, str) else "string"
+
+
+def _constant(name: str) -> str:
+    return name.removeprefix("weightlife.").replace(".", "_").upper()
+
+
+if __name__ == "__main__":
+    TARGET.write_text(generate(load_registry()), encoding="utf-8")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weightlife: what happens to a model's weights while the process that serves it lives.
+
+`import weightlife; weightlife.install()`, or `WEIGHTLIFE=1` in the environment, and every weight load and reload in
+this process and its workers is one session: exactly once, in order, complete, in the storage that captured graphs
+read, undone when it fails, and visible. Importing this package loads neither torch nor vLLM nor OpenTelemetry's SDK.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weightlife import errors
+from weightlife._version import __version__
+
+if TYPE_CHECKING:
+    from weightlife._api import install, last_report, observe, status, uninstall
+
+_LAZY = {
+    "install": "weightlife._api",
+    "uninstall": "weightlife._api",
+    "observe": "weightlife._api",
+    "status": "weightlife._api",
+    "last_report": "weightlife._api",
+}
+
+__all__ = ["__version__", "errors", "install", "last_report", "observe", "status", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""install, uninstall, status, reports: what a user calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weightlife import errors
+from weightlife._version import __version__
+from weightlife.config import Settings, enabled_from_env
+from weightlife.hosts import runtime
+from weightlife.hosts.patching import Patcher
+
+if TYPE_CHECKING:
+    from weightlife.report import LoadReport
+
+_lock = threading.RLock()
+_exported: dict[str, str | None] = {}
+_listeners: dict[str, Callable[[], None]] = {}
+_RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+
+
+def install(**settings: Any) -> None:
+    """From here on every weight load in this process and its workers is one session.
+
+    Works before or after vLLM was imported; twice is once (new settings replace the old). Settings travel to
+    workers as `WEIGHTLIFE_*` environment variables. `WEIGHTLIFE=0` in the environment wins: nothing is done.
+
+    Raises:
+        ConfigError: an unknown setting or a bad value. ActiveSessionError: a session is open.
+    """
+    wanted = Settings.from_env(os.environ).replace(**settings) if settings else Settings.from_env(os.environ)
+    if enabled_from_env(os.environ) is False:
+        return
+    with _lock:
+        _install(wanted)
+        _export({"WEIGHTLIFE": "1", **wanted.to_env()})
+
+
+def install_from_environment() -> None:
+    """What the plugin does in each process: nothing is exported."""
+    with _lock:
+        if not runtime.installed():
+            _install(Settings.from_env(os.environ))
+
+
+def _install(wanted: Settings) -> None:
+    from weightlife.hosts.vllm.table import SEAMS
+
+    _refuse_while_open("install")
+    patcher = runtime.patcher() if runtime.installed() else Patcher(SEAMS)
+    runtime.set_runtime(wanted, patcher)
+    patcher.apply()
+    _listen()
+
+
+def _listen() -> None:
+    if "spans" in _listeners:
+        return
+    from weightlife.otel.spans import SpanListener
+
+    _listeners["spans"] = SpanListener().subscribe()
+
+
+def _export(variables: dict[str, str]) -> None:
+    prefixes = [part for part in os.environ.get(_RAY_VARIABLE, "").split(",") if part]
+    if "WEIGHTLIFE" not in prefixes:
+        variables[_RAY_VARIABLE] = ",".join([*prefixes, "WEIGHTLIFE"])
+    for name, value in variables.items():
+        _exported.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def _refuse_while_open(what: str) -> None:
+    import sys
+
+    module = sys.modules.get("weightlife._engine.lifecycle")
+    if module is None:
+        return
+    for life in module.all_lifecycles():
+        if life.session is not None:
+            raise errors.ActiveSessionError(
+                f"{what} while {life.session.opened_by} is open", model=life.name, session=life.session.id
+            )
+
+
+def uninstall() -> None:
+    """Take everything back: every attribute identical, variables restored, hooks inert.
+
+    Raises:
+        ActiveSessionError: a session is open; finish or abort it first.
+    """
+    with _lock:
+        if not runtime.installed():
+            return
+        _refuse_while_open("uninstall")
+        runtime.patcher().undo()
+        import sys
+
+        module = sys.modules.get("weightlife._engine.lifecycle")
+        if module is not None:
+            for life in module.all_lifecycles():
+                model = life._model()
+                if model is not None:
+                    module.forget(model)
+        for stop in _listeners.values():
+            stop()
+        _listeners.clear()
+        runtime.set_runtime(None, None)
+        for name, value in _exported.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _exported.clear()
+
+
+def observe(on: bool = True) -> None:
+    """Switch to observing (change nothing, record and warn) at run time, or back to enforcing.
+
+    Raises:
+        NotInstalledError: nothing to switch. ActiveSessionError: a session is open.
+    """
+    with _lock:
+        _refuse_while_open("observe")
+        wanted = runtime.settings().replace(mode="observe" if on else "enforce")
+        runtime.set_runtime(wanted, runtime.patcher())
+
+
+def status() -> dict[str, Any]:
+    """This process: version, mode, settings, seams (wrapped, absent, waiting), models and what is only observed."""
+    import sys
+
+    out: dict[str, Any] = {
+        "schema_version": 1,
+        "weightlife": __version__,
+        "installed": runtime.installed(),
+        "pid": os.getpid(),
+        "mode": None,
+        "settings": {},
+        "seams": [],
+        "models": [],
+        "not_covered": list(NOT_COVERED),
+    }
+    if not runtime.installed():
+        return out
+    out["mode"] = runtime.settings().mode
+    out["settings"] = runtime.settings().to_env()
+    out["seams"] = runtime.patcher().status()
+    module = sys.modules.get("weightlife._engine.lifecycle")
+    if module is not None:
+        for life in module.all_lifecycles():
+            out["models"].append(
+                {
+                    "model": life.name,
+                    "status": "poisoned" if life.poisoned else life.status,
+                    "observed": life.observed,
+                    "generation": life.generation,
+                    "session": life.session.id if life.session else None,
+                    "failed": str(life.failed) if life.failed else None,
+                    "reports": len(life.reports),
+                }
+            )
+    return out
+
+
+NOT_COVERED = (
+    "LoRA-wrapped updates, pipeline parallel, online quantisation and CPU offload run the host's own path, observed",
+    "expert re-placement (EPLB) and updates while asleep are refused",
+    "votes across ranks compare names and outcomes before the commit; values are not compared yet",
+    "completeness after a dummy first load is learned from the first real load",
+)
+
+
+def last_report(target: Any) -> LoadReport | None:
+    """The report of the last load of a model: a module, an `LLM`, an engine, a worker or a runner (in process).
+
+    Raises:
+        NotInstalledError: weightlife is not installed, or the model was built before it was.
+    """
+    from weightlife._engine import lifecycle
+    from weightlife._models import find_model
+
+    life = lifecycle.of(find_model(target))
+    if life is None:
+        raise errors.NotInstalledError("this model was not built under weightlife")
+    return life.reports[-1] if life.reports else None

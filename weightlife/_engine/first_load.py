@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first load of a model: the host's own path, watched. Everything that a reload needs is learned here."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightlife._engine import footprint, ledger
+from weightlife._engine.contexts import LoadContext
+from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, bus
+from weightlife._engine.ledger import Region
+from weightlife._engine.manifest import Manifest, Received
+from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
+from weightlife.report import LayerRecord, LoadReport, PhaseRecord
+
+if TYPE_CHECKING:
+    from weightlife._engine.lifecycle import Lifecycle
+
+
+class FirstLoad:
+    """Records the ledger while the host loads, and the footprint while it processes. Changes nothing."""
+
+    def __init__(self, life: Lifecycle, provisional: bool) -> None:
+        self.life = life
+        self.provisional = provisional
+        self.received: dict[str, Received] = {}
+        self.current: Received | None = None
+        self.expected: dict[int, Counter[Region]] = {}
+        self.irregular: set[int] = set()
+        self.casts: set[tuple[int, str]] = set()
+        self.tensors = 0
+        self.nbytes = 0
+        rank, world = life.host.rank()
+        self.report = LoadReport(
+            session_id=uuid.uuid4().hex[:12], model=life.name, operation="first_load", opened_by="load_model",
+            rank=rank, world_size=world, started_at=datetime.now(timezone.utc).isoformat(),
+            isolation="none", isolation_why="nothing served before", storage="adopted",
+            storage_why="the host's own allocation", versions=life.host.versions(),
+        )  # fmt: skip
+        self._started = time.perf_counter()
+        bus.emit(SESSION_START, self.report.session_id, report=self.report)
+
+    def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Run the host's loader with every write entered in the ledger."""
+        index: dict[int, Track] = {}
+        skeleton = self.life.skeleton
+        for key, number in skeleton.table().items():
+            made = skeleton.storages[number]
+            tensor = next((t for i in made.tensors if (t := skeleton.tensors[i].ref()) is not None), None)
+            if tensor is not None and skeleton.storage_of(tensor) == number:
+                index[key] = Track(number, tensor.untyped_storage(), made.nbytes, made.dtype, False, "")
+        receiver = Receiver(index, self._on_write, None)
+        self._phase("receive")
+        started = time.perf_counter()
+        try:
+            with receiver:
+                return load(receiver.stream(weights, self._begin, self._end))
+        finally:
+            self._phase_end("receive", time.perf_counter() - started)
+
+    def _begin(self, name: Any, tensor: Any) -> None:
+        nbytes = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+        self.current = self.received[str(name)] = Received(
+            shape, str(getattr(tensor, "dtype", "")).removeprefix("torch."), nbytes
+        )
+        self.tensors += 1
+        self.nbytes += nbytes
+
+    def _end(self) -> None:
+        self.current = None
+
+    def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        number = track.number
+        assert number is not None
+        part = region_of(track, view)
+        if part is None:
+            self.irregular.add(number)
+            return
+        if part.numel == 0:
+            return
+        self.expected.setdefault(number, Counter())[part] += 1
+        if self.current is not None:
+            self.current.writes.append((number, part))
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
+            self.casts.add((number, str(args[1].dtype).removeprefix("torch.")))
+
+    def process(self, call: Callable[[], Any]) -> Any:
+        """Run the host's whole processing, then learn what it changed."""
+        life, skeleton = self.life, self.life.skeleton
+        self._phase("process")
+        started = time.perf_counter()
+        provisional = not self.expected
+        if not provisional:
+            for number in range(len(skeleton.storages)):
+                written = self.expected.get(number)
+                if number in self.irregular:
+                    continue
+                if not written:
+                    skeleton.keep_unwritten(number, None)
+                    continue
+                book = ledger.StorageLedger(skeleton.storages[number].numel, written)
+                if not book.covered():
+                    skeleton.keep_unwritten(number, book.mask())
+        life.context = LoadContext.current()
+        observer = WriteObserver(skeleton.table())
+        with CustomOperators(None, observer.note), observer:
+            out = call()
+        plan = footprint.learn(skeleton, life.model, observer.written)
+        if not provisional:
+            for number in range(len(skeleton.storages)):
+                if number not in plan.rebuilt_storages:
+                    skeleton.drop_kept(number)
+        skeleton.forget_identities()
+        manifest = Manifest(provisional, self.expected, self.received, self.casts)
+        self._phase_end("process", time.perf_counter() - started)
+        self._close(plan, manifest)
+        return out
+
+    def _phase(self, name: str) -> None:
+        bus.emit(PHASE_START, self.report.session_id, phase=name)
+
+    def _phase_end(self, name: str, seconds: float) -> None:
+        bus.emit(PHASE_END, self.report.session_id, phase=name)
+        self.report.phases.append(PhaseRecord(name, seconds))
+
+    def _close(self, plan: footprint.Plan, manifest: Manifest) -> None:
+        report = self.report
+        loaded = manifest.layers(self.life.skeleton)
+        report.seconds = time.perf_counter() - self._started
+        report.tensors_received, report.bytes_received = self.tensors, self.nbytes
+        report.outcome = "committed"
+        for ident, layer in plan.layers.items():
+            report.layers_by_strategy[layer.strategy] = report.layers_by_strategy.get(layer.strategy, 0) + 1
+            report.layers.append(LayerRecord(layer.path, layer.strategy, layer.reason, ident in loaded))
+        report.layers_touched = sum(1 for record in report.layers if record.touched)
+        report.layers_untouched = len(report.layers) - report.layers_touched
+        if manifest.provisional:
+            report.notes.append("a dummy first load: what a complete load writes is learned from the first real one")
+        self.life.learned(plan, manifest, report)
+        bus.emit(SESSION_END, report.session_id, report=report, outcome=report.outcome, error="")

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What post-load processing changes, learned by difference and never from knowledge of a layer.
+
+Between the constructor's state (S0) and the state after the first processing (S2) some slots appear, vanish, change
+identity or storage, or are written in place. Those slots, and only those, go back to what the constructor made
+before a reload. Restoring whole `__dict__`s instead would wipe what the engine bound later (`kv_cache`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weightlife._engine import slots
+from weightlife._engine.skeleton import Skeleton, Token, storage_key
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+Restore = dict[int, dict[slots.Key, Any]]
+"""Holder id -> slot -> constructor's value (`Token` for a tensor, `ABSENT` where there was none)."""
+
+
+@dataclass
+class LayerPlan:
+    """How one module is reloaded, and why: `direct`, `rebuild` or `refuse`."""
+
+    path: str
+    strategy: str
+    reason: str
+
+
+@dataclass
+class Plan:
+    """What a reload of a model restores, by holder, and the strategy of every layer with tensors."""
+
+    restore: Restore = field(default_factory=dict)
+    layers: dict[int, LayerPlan] = field(default_factory=dict)
+    rebuilt_storages: set[int] = field(default_factory=set)
+    shared_state: list[str] = field(default_factory=list)
+
+    @property
+    def rebuild(self) -> set[int]:
+        """Ids of the modules that are rebuilt."""
+        return {ident for ident, layer in self.layers.items() if layer.strategy == "rebuild"}
+
+    @property
+    def refused(self) -> list[LayerPlan]:
+        """Layers that cannot be restored safely."""
+        return [layer for layer in self.layers.values() if layer.strategy == "refuse"]
+
+
+def _attributes_differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return bool(before.keys() ^ after.keys()) or any(not slots.same(v, after[k]) for k, v in before.items())
+
+
+def tensor_change(skeleton: Skeleton, token: Token, value: Any, written: set[int]) -> str | None:
+    """Why a tensor slot differs from what the constructor made, or None if it does not."""
+    made = skeleton.tensors[token.index]
+    if not isinstance(value, torch.Tensor):
+        return "removed"
+    if made.ref() is not value:
+        return "replaced"
+    if skeleton.storage_of(value) != made.storage:
+        return "moved to another storage"
+    if (
+        tuple(value.shape) != made.shape
+        or value.stride() != made.stride
+        or value.dtype != made.dtype
+        or value.storage_offset() != made.offset
+    ):
+        return "reshaped"
+    if type(value) is not made.cls:
+        return "given another class"
+    if made.storage in written:
+        return "written in place"
+    if _attributes_differ(made.attributes, getattr(value, "__dict__", {})):
+        return "given other attributes"
+    return None
+
+
+def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan:
+    """Compare S0 with the present state (S2) and make the plan.
+
+    Args:
+        skeleton: the constructor's state.
+        model: the model after its first processing.
+        written: numbers of storages that processing wrote in place.
+    """
+    plan = Plan()
+    reasons: dict[int, str] = {}
+    module_ids = {id(module) for module in model.modules()}
+    for ident, holder in skeleton.holders.items():
+        before = skeleton.states[ident]
+        after = slots.read(holder.obj)
+        restore: dict[slots.Key, Any] = {}
+        for key in [*before, *(key for key in after if key not in before)]:
+            was, now = before.get(key, ABSENT), after.get(key, ABSENT)
+            why: str | None
+            if isinstance(was, Token):
+                why = tensor_change(skeleton, was, now, written)
+            elif was is ABSENT:
+                why = "added"
+            elif now is ABSENT:
+                why = "removed"
+            else:
+                why = None if slots.same(was, now) else "changed"
+            if why is not None:
+                restore[key] = was
+                _note(reasons, holder, f"{slots.step('', key)} {why}")
+        if restore:
+            plan.restore[ident] = restore
+            if len(holder.owners) > 1 and not holder.is_module:
+                plan.shared_state.append(holder.path)
+    _close_over_storages(skeleton, plan, reasons)
+    paths = {id(module): name for name, module in model.named_modules()}
+    for ident, holder in skeleton.holders.items():
+        if holder.is_module:
+            path = paths.get(ident, holder.path)
+            if ident in reasons:
+                plan.layers[ident] = LayerPlan(path, "rebuild", reasons[ident])
+            elif any(isinstance(value, Token) for value in skeleton.states[ident].values()):
+                plan.layers[ident] = LayerPlan(path, "direct", "processing changed nothing")
+    for path, why in skeleton.unsupported.items():
+        owner = _owner_of(skeleton, path)
+        if owner in module_ids:
+            plan.layers[owner] = LayerPlan(paths.get(owner, path), "refuse", f"{path}: {why}")
+    return plan
+
+
+def _note(reasons: dict[int, str], holder: slots.Holder, what: str) -> None:
+    if len(holder.owners) > 1 and not holder.is_module:
+        # A helper shared by several layers (one MoE configuration object, say) is restored, but does not make
+        # all of its owners `rebuild`: that would pull in half the model for one counter.
+        return
+    for owner in holder.owners:
+        if owner not in reasons:
+            where = "" if holder.is_module else f"{holder.path.rpartition('.')[2]}."
+            reasons[owner] = where + what
+
+
+def _close_over_storages(skeleton: Skeleton, plan: Plan, reasons: dict[int, str]) -> None:
+    """A slot on a storage that is rebuilt is rebuilt too, wherever it is held: ties, alias buffers, views."""
+    for slots_to_restore in plan.restore.values():
+        for value in slots_to_restore.values():
+            if isinstance(value, Token):
+                plan.rebuilt_storages.add(skeleton.tensors[value.index].storage)
+    for ident, state in skeleton.states.items():
+        holder = skeleton.holders[ident]
+        for key, value in state.items():
+            if isinstance(value, Token) and skeleton.tensors[value.index].storage in plan.rebuilt_storages:
+                restore = plan.restore.setdefault(ident, {})
+                if key not in restore:
+                    restore[key] = value
+                    _note(reasons, holder, f"{slots.step('', key)} shares a rebuilt storage")
+
+
+def _owner_of(skeleton: Skeleton, path: str) -> int:
+    for ident, holder in skeleton.holders.items():
+        if holder.is_module and (path == holder.path or path.rpartition(".")[0] == holder.path):
+            return ident
+    return -1
+
+
+def live_numbers(skeleton: Skeleton, plan: Plan) -> dict[int, int]:
+    """Storage identity of live tensors in `direct` slots -> the constructor's storage number."""
+    numbers: dict[int, int] = {}
+    for ident, state in skeleton.states.items():
+        holder = skeleton.holders[ident]
+        restore = plan.restore.get(ident, {})
+        now: slots.State | None = None
+        for key, value in state.items():
+            if not isinstance(value, Token) or key in restore:
+                continue
+            if now is None:
+                now = slots.read(holder.obj)
+            tensor = now.get(key)
+            if isinstance(tensor, torch.Tensor) and (identity := storage_key(tensor)) is not None:
+                numbers[identity] = skeleton.tensors[value.index].storage
+    return numbers

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard: what a forward pass does when it meets a session or a poisoned model.
+
+It sits where a worker executes, never on anything that is traced or captured. Without an open session it costs one
+comparison and an uncontended lock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from weightlife import errors
+from weightlife._engine.lifecycle import Lifecycle, OpenSessions
+
+
+class Pass(enum.Enum):
+    """What kind of pass comes."""
+
+    REAL = "real"
+    DUMMY = "dummy"  # an idle data-parallel rank, a warm-up, an empty batch: changes nothing
+
+
+@contextmanager
+def showing_a(life: Lifecycle) -> Iterator[None]:
+    """Generation A in the module tree for the length of a pass; B comes back after it."""
+    session = life.session
+    stage = session.stage if session is not None else None
+    if stage is None or not stage.showing_b:
+        yield
+        return
+    stage.show_a()
+    try:
+        yield
+    finally:
+        if session is not None and session.stage is stage:
+            stage.show_b()
+
+
+def _settle_implicit(life: Lifecycle) -> None:
+    """A real batch is the end of an implicit session whose touched layers are whole."""
+    session = life.session
+    assert session is not None
+    try:
+        session.check_half_touched()
+    except errors.CompletenessError as error:
+        session.waited_batches += 1
+        if not session.warned:
+            session.warned = True
+            life.note(f"a batch met an update that is not complete and ran on the old weights: {error}")
+        if session.waited_batches > life.settings.implicit_patience:
+            life.failed = errors.SessionFailedError(
+                f"the update stayed incomplete for {session.waited_batches} batches and was dropped: {error.message}",
+                model=life.name, tensors=error.tensors, session=session.id,
+            )  # fmt: skip
+            life.abort(error)
+        return
+    try:
+        life.finish("the next batch")
+    except Exception as error:  # noqa: BLE001 - raising here would kill the engine; the client's next call learns it
+        life.failed = errors.SessionFailedError(
+            f"the update could not be committed: {type(error).__name__}: {error}", model=life.name, session=session.id
+        )
+        life.note(f"{life.failed}; the old weights serve")
+
+
+def _refuse(life: Lifecycle) -> errors.WeightlifeError | None:
+    if life.poisoned:
+        return errors.PoisonedModelError("a failed update left weights that must not serve", model=life.name)
+    session = life.session
+    if session is None or session.settings.isolation == "staged":
+        return None
+    return errors.EngineNotPausedError(
+        "a pass met an update that is written in place", model=life.name, session=session.id
+    )
+
+
+def guarded(lives: Iterable[Lifecycle], kind: Pass, call: Callable[[], Any]) -> Any:
+    """Run a pass under the guard.
+
+    Raises:
+        PoisonedModelError, EngineNotPausedError: the pass must not run. Hosts turn them into an answer that does not
+        kill the engine.
+    """
+    if OpenSessions.count == 0:
+        return call()
+    with ExitStack() as stack:
+        for life in lives:
+            stack.enter_context(life.passing())
+            if kind is Pass.REAL and not life.poisoned:
+                session = life.session
+                if session is not None and not session.explicit and session.settings.isolation == "staged":
+                    _settle_implicit(life)
+                elif session is not None and not session.explicit:
+                    session.check_half_touched()
+                    life.finish("the next batch")
+            error = _refuse(life)
+            if error is not None and kind is Pass.REAL:
+                raise error
+            stack.enter_context(showing_a(life))
+        return call()

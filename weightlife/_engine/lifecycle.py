@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle of one model: its first load, then any number of sessions, at most one at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from weightlife import errors
+from weightlife._engine import footprint, ranks
+from weightlife._engine.contexts import LoadContext
+from weightlife._engine.events import NOTE, bus
+from weightlife._engine.first_load import FirstLoad
+from weightlife._engine.footprint import Plan
+from weightlife._engine.manifest import Manifest
+from weightlife._engine.session import WeightLoadSession
+from weightlife._engine.skeleton import Skeleton, view_on
+from weightlife._engine.slots import RESERVED_ATTRIBUTE
+from weightlife.config import Settings
+from weightlife.hosts.protocol import Host
+from weightlife.report import LoadReport
+
+current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session", default=None)
+"""The session that the running call belongs to: set only while a call is inside the lifecycle."""
+
+_registry: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
+
+
+class OpenSessions:
+    """How many sessions are open or models poisoned in this process: the guard's one comparison."""
+
+    count = 0
+
+
+class Lifecycle:
+    """Everything that weightlife keeps for one model. Lives on the model itself, so it dies with it.
+
+    Args:
+        model: as the constructor made it, before its first load.
+        host: how to reach the framework.
+        settings: frozen settings.
+        provisional: the first load will be a dummy.
+        fill: tests poison fresh memory with it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        host: Host,
+        settings: Settings,
+        provisional: bool = False,
+        fill: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.name = type(model).__name__
+        self.host = host
+        self.settings = settings
+        self.fill = fill
+        self.log = logging.getLogger("weightlife")
+        self.status = "loading"
+        self.observed: str | None = host.observe_reason()
+        self.skeleton: Skeleton
+        self.first: FirstLoad | None = None
+        if self.observed is None:
+            self.skeleton = Skeleton(model, host.skip, provisional)
+            self.first = FirstLoad(self, provisional)
+        else:
+            self.status = "observed"
+        self.plan = Plan()
+        self.manifest = Manifest()
+        self.context = LoadContext.current()
+        self.session: WeightLoadSession | None = None
+        self.failed: errors.WeightlifeError | None = None
+        self.poisoned = False
+        self.unsafe = False
+        self.committing = False
+        self.generation = 0
+        self.reports: deque[LoadReport] = deque(maxlen=32)
+        self.keep_alive: list[torch.UntypedStorage] = []
+        self._lock = threading.RLock()
+        self._owner = ""
+        self.votes = ranks.Ballot(host)
+        vars(model)[RESERVED_ATTRIBUTE] = self
+        _registry[id(model)] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no lifecycle of its own yet."""
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model leaves its lifecycle behind."""
+        return (type(None), ())
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model."""
+        model = self._model()
+        if model is None:
+            raise errors.SessionStateError("the model is gone", model=self.name)
+        return model
+
+    def layer_path(self, ident: int) -> str:
+        """Module path by id, for messages."""
+        layer = self.plan.layers.get(ident)
+        return layer.path if layer is not None else ""
+
+    # -- entering ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def owned(self, what: str) -> Iterator[None]:
+        """One caller at a time; the same thread may re-enter.
+
+        Raises:
+            SessionConflictError: another thread is inside now. Both are named.
+        """
+        me = f"{what} in thread {threading.current_thread().name}"
+        if not self._lock.acquire(blocking=False):
+            raise errors.SessionConflictError(
+                f"{me} met {self._owner or 'another owner'}", model=self.name,
+                session=self.session.id if self.session else "",
+            )  # fmt: skip
+        before, self._owner = self._owner, me
+        try:
+            yield
+        finally:
+            self._owner = before
+            self._lock.release()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A forward pass holds the same lock, and waits for a load call that is inside."""
+        with self._lock:
+            yield
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Contexts of the first load."""
+        return self._entered()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.host.contexts())
+            stack.enter_context(self.context.entered())
+            yield
+
+    def is_inside(self) -> bool:
+        """Whether the running call already is inside a session of this model."""
+        session = current.get()
+        return session is not None and session.life is self
+
+    # -- opening and ending ------------------------------------------------------------------------------------
+
+    def open(
+        self, opened_by: str, operation: str, explicit: bool, partial: str, source: str = ""
+    ) -> WeightLoadSession:
+        """Prepare a session.
+
+        Raises:
+            SessionConflictError: one is open. RefusedLayerError: an update must not begin. Nothing was touched.
+        """
+        if self.session is not None or self.is_inside():
+            other = self.session
+            raise errors.SessionConflictError(
+                f"{opened_by} wants to begin while {other.opened_by if other else 'a load'} is open",
+                model=self.name, session=other.id if other else "",
+            )  # fmt: skip
+        session = WeightLoadSession(self, opened_by, operation, explicit, partial, source)
+        self.failed = None
+        self.unsafe = False
+        self.session = session
+        OpenSessions.count += 1
+        try:
+            with self.entered():
+                session.prepare()
+        except BaseException as error:
+            session.abort(error, "refused")
+            raise
+        return session
+
+    def closed(self, session: WeightLoadSession) -> None:
+        """Called by a session that ended: keep its report, free the place."""
+        if self.session is session:
+            self.session = None
+            if not self.poisoned:
+                OpenSessions.count -= 1
+        session.report.generation = self.generation
+        self.reports.append(session.report)
+        self.log.info("%s", session.report.summary_line())
+
+    def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
+        if self.is_inside() or self.status == "observed":
+            return load(weights)
+        if self.first is not None:
+            return self.first.receive(load, weights)
+        with self.owned("load_weights"):
+            failed, self.failed = self.failed, None
+            if failed is not None:
+                raise failed
+            session = self.session
+            if session is None:
+                session = self.open("load_weights", "implicit", False, self.settings.partial_update)
+            token = current.set(session)
+            try:
+                out = session.receive(load, weights)
+                if session.stage is not None and not session.whole:
+                    session.stage.allocate_all()
+                return out
+            except BaseException as error:
+                self.abort(error)
+                raise
+            finally:
+                current.reset(token)
+
+    def finish(self, by: str) -> None:
+        """End the open session, committing it.
+
+        Raises:
+            SessionStateError: none is open (an earlier failure aborted it). Else what `finish` of the session raises,
+            after the abort.
+        """
+        with self.owned(by):
+            session = self.session
+            if session is None:
+                self.vote(False, None)
+                last = self.reports[-1].error if self.reports else None
+                raise errors.SessionStateError(
+                    f"{by}: no session is open" + (f"; the last one failed: {last}" if last else ""),
+                    model=self.name,
+                )
+            token = current.set(session)
+            try:
+                session.finish()
+            except BaseException as error:
+                if not session.voted:
+                    self.vote(False, session)
+                self.abort(error)
+                raise
+            finally:
+                current.reset(token)
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Abort the open session, if any: A serves again, or the model is poisoned where there is no way back."""
+        session = self.session
+        if session is None:
+            return
+        if self.unsafe or self.committing:
+            self.poisoned = True
+        self.committing = False
+        session.abort(error)
+
+    def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
+        """Compare this rank's outcome with the others'.
+
+        Raises:
+            RankMismatchError: they differ. Nothing was committed here.
+        """
+        if session is not None:
+            session.voted = True
+        self.votes.cast(ok, session, self.name)
+
+    # -- after the first load and after commits ----------------------------------------------------------------
+
+    def learned(self, plan: Plan, manifest: Manifest, report: LoadReport) -> None:
+        """The first load is over."""
+        self.plan, self.manifest = plan, manifest
+        self.first = None
+        self.status = "ready"
+        report.generation = self.generation
+        self.reports.append(report)
+        self.log.info("%s", report.summary_line())
+
+    def learn_from(self, session: WeightLoadSession) -> None:
+        """After a commit: a new generation, and what it teaches."""
+        self.generation += 1
+        if self.poisoned:
+            self.poisoned = False
+            OpenSessions.count -= 1
+        if not self.manifest.provisional or session.kernel_format or session.stage is None:
+            return
+        written = {n: t for n, t in session.stage.by_number.items() if t.written}
+        complete = session.partial == "forbid" or all(
+            number in written or storage.kept is not None or storage.constant is not None
+            for number, storage in enumerate(self.skeleton.storages)
+            if any(issubclass(self.skeleton.tensors[i].cls, torch.nn.Parameter) for i in storage.tensors)
+        )
+        if complete:
+            self.manifest = Manifest(
+                False, {n: t.written.copy() for n, t in written.items()}, dict(session.received),
+                set(session.new_casts),
+            )  # fmt: skip
+
+    def fill_unwritten(self, session: WeightLoadSession, layers: set[int]) -> None:
+        """Give elements that this load did not write the value that a cold load would find there."""
+        stage = session.stage
+        assert stage is not None
+        for number, track in list(stage.by_number.items()):
+            touched = bool(track.ever) or track.irregular
+            if track.placeholder:
+                if not self.skeleton.storages[number].layers & layers:
+                    continue
+                self._fill_placeholder(session, number)
+            elif touched and track.stage is not None:
+                mask = session.mask(track)
+                if not mask.all():
+                    hole = torch.from_numpy(~mask)
+                    a = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
+                    b = view_on(track.stage, track.dtype, 0, (track.numel,), (1,))
+                    b[hole] = a[hole]
+                    if self.manifest.provisional:
+                        self.skeleton.fill_kept(number, b, ~mask)
+            elif self.manifest.provisional and not touched:
+                # A dummy wrote sentinels and constants too: what the first real load leaves alone goes back.
+                storage = self.skeleton.storages[number]
+                if storage.kept is not None and storage.kept_index is None and not track.placeholder:
+                    stage.stage_live(track)
+                    self.skeleton.fill_kept(
+                        number, view_on(track.current, track.dtype, 0, (track.numel,), (1,)), None
+                    )
+
+    def _fill_placeholder(self, session: WeightLoadSession, number: int) -> None:
+        stage = session.stage
+        assert stage is not None and session.receiver is not None
+        track = stage.by_number[number]
+        session.receiver.materialise(track)
+        if track.numel == 0 or track.irregular:
+            return
+        mask = session.mask(track)
+        if mask.all():
+            return
+        whole = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
+        known = self.skeleton.fill_kept(number, whole, ~mask)
+        if not known and not self.manifest.provisional and session.partial != "allow":
+            raise errors.MissingTensorError(
+                f"{int((~mask).sum())} elements of {track.path} were neither received nor made by the constructor",
+                model=self.name, layer=track.path, session=session.id,
+            )  # fmt: skip
+        if not known:
+            session.report.notes.append(f"{track.path}: {int((~mask).sum())} elements have no known value")
+
+    def note(self, message: str) -> None:
+        """One fact for the log and for listeners."""
+        self.log.warning("%s", message)
+        bus.emit(NOTE, self.session.id if self.session else "", message=message)
+
+
+def of(model: Any) -> Lifecycle | None:
+    """The lifecycle of a model, if it has one."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    found = vars(model).get(RESERVED_ATTRIBUTE)
+    return found if isinstance(found, Lifecycle) else None
+
+
+def all_lifecycles() -> list[Lifecycle]:
+    """Every live model's lifecycle in this process."""
+    return list(_registry.values())
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Remove the lifecycle of a model (uninstall)."""
+    found = vars(model).pop(RESERVED_ATTRIBUTE, None)
+    if isinstance(found, Lifecycle):
+        if found.poisoned:
+            OpenSessions.count -= 1
+        _registry.pop(id(model), None)
+
+
+__all__ = ["Lifecycle", "OpenSessions", "all_lifecycles", "current", "footprint", "forget", "of"]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: what a complete load of a model writes, kept from the last complete one."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weightlife import errors
+from weightlife._engine import ledger
+from weightlife._engine.ledger import Region
+from weightlife._engine.receive import Track
+from weightlife._engine.skeleton import Skeleton
+
+
+@dataclass
+class Received:
+    """One source tensor of a session: where it went. Shape and dtype are the sender's."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    writes: list[tuple[int, Region]] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """Expected regions by storage number, and by source name what it wrote.
+
+    `provisional`: the first load was a dummy, so nothing is known to be required yet.
+    """
+
+    provisional: bool = True
+    expected: dict[int, Counter[Region]] = field(default_factory=dict)
+    names: dict[str, Received] = field(default_factory=dict)
+    casts: set[tuple[int, str]] = field(default_factory=set)
+
+    def layers(self, skeleton: Skeleton) -> set[int]:
+        """Ids of the modules that a load writes to."""
+        return {layer for number in self.expected for layer in skeleton.storages[number].layers}
+
+    def uncovered_names(self, numbers: Iterable[int], tracks: dict[int, Track]) -> list[str]:
+        """Source names of which some element on these storages did not arrive."""
+        wanted = set(numbers)
+        return [
+            name
+            for name, entry in self.names.items()
+            if any(
+                number in wanted
+                and ledger.uncovered(part, tracks[number].numel, tracks[number].written)
+                if number in tracks
+                else number in wanted
+                for number, part in entry.writes
+            )
+        ]
+
+
+@dataclass
+class Problem:
+    """A completeness violation, ready to be raised or warned about."""
+
+    error: errors.CompletenessError
+    policy: str
+
+
+def missing(
+    manifest: Manifest,
+    skeleton: Skeleton,
+    tracks: dict[int, Track],
+    numbers: Iterable[int],
+) -> list[int]:
+    """Those of the storages that a complete load writes and this session did not write completely."""
+    short = []
+    for number in numbers:
+        expected = manifest.expected.get(number)
+        if not expected:
+            continue
+        track = tracks.get(number)
+        if track is None or (not track.written and not track.irregular):
+            short.append(number)
+        elif not track.irregular:
+            numel = skeleton.storages[number].numel
+            if ledger.compare(numel, expected, track.written).missing:
+                short.append(number)
+    return short
+
+
+def surplus(manifest: Manifest, skeleton: Skeleton, tracks: dict[int, Track]) -> list[int]:
+    """Storages with elements that were written more often than a complete load writes them."""
+    out = []
+    for number, track in tracks.items():
+        expected = manifest.expected.get(number, Counter())
+        if track.irregular or not track.written or track.written == expected:
+            continue
+        # Legal: the same regions under other cuts, or fewer of them.
+        if ledger.compare(skeleton.storages[number].numel, expected, track.written).surplus:
+            out.append(number)
+    return out
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The live name that looks most like `name`, as a clause for a message, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; the nearest known name is {close[0]!r}" if close else ""
+
+
+def cast_allowed(source: str, destination: str) -> bool:
+    """Whether a copy may convert `source` to `destination` (dtype names without `torch.`).
+
+    Float into float is a sender's choice (fp32 trainers push into bf16 models, and a cold load does the same
+    cast). Integer or 8-bit float storage in a floating weight, and floats in packed integers, are quantised data in
+    the wrong place: values would be reinterpreted in silence.
+    """
+    if source == destination:
+        return True
+    small = {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
+    if source in small or destination in small:
+        return False
+    wide = {"float16", "bfloat16", "float32", "float64"}
+    if source in wide and destination in wide:
+        return True
+    integers = {"int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 0}
+    if source in integers and destination in integers:
+        return integers[source] <= integers[destination]
+    return False

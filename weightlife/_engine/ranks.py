@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement between ranks: before a commit each tells the others what it received and whether it can commit."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from weightlife import errors
+from weightlife.hosts.protocol import Host
+
+if TYPE_CHECKING:
+    from weightlife._engine.session import WeightLoadSession
+
+
+def stream_digest(session: WeightLoadSession) -> int:
+    """A 32-bit digest of what a session received: names, shapes and dtypes, in any order."""
+    total = 0
+    for name, entry in session.received.items():
+        total ^= zlib.crc32(f"{name}\0{entry.shape}\0{entry.dtype}".encode())
+    return total
+
+
+class Ballot:
+    """One model's votes. Ranks of one engine make the same calls in the same order, so votes pair up."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def cast(self, ok: bool, session: WeightLoadSession | None, model: str) -> None:
+        """Exchange outcomes.
+
+        Raises:
+            RankMismatchError: some rank failed, or received something else.
+        """
+        rank, world = self.host.rank()
+        if world == 1:
+            return
+        words = [int(ok), 0 if session is None else stream_digest(session)]
+        everyone = self.host.exchange(words)
+        if not ok:
+            return  # this rank has its own error to raise
+        failed = [i for i, other in enumerate(everyone) if not other[0]]
+        strangers = [i for i, other in enumerate(everyone) if other[0] and other[1] != words[1]]
+        if failed or strangers:
+            what = f"ranks {failed} failed" if failed else f"ranks {strangers} received other tensors"
+            raise errors.RankMismatchError(
+                f"{what}; rank {rank} does not commit", model=model, session=session.id if session else ""
+            )

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receiving: a dispatch mode that sees every write of a load, whichever way it is made.
+
+While a loader runs, each operation on a storage that belongs to the model is looked up here. A write is entered in
+the ledger under the source name that is current; a write to memory that serves is redirected to its stage (copy on
+write); a placeholder gets its memory at the first access. Nothing is buffered: a sender may reuse its buffer for the
+next tensor as soon as the loader returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from weightlife._engine.ledger import Region, region
+from weightlife._engine.skeleton import flat, view_on
+
+
+@dataclass
+class Track:
+    """One storage of the model during a session.
+
+    `number` is the constructor's storage number (None: nothing that a load is known to write). A *placeholder* has
+    no generation A behind it; a *live* storage serves as A and is written only through `stage`.
+    """
+
+    number: int | None
+    storage: torch.UntypedStorage
+    nbytes: int
+    dtype: torch.dtype
+    placeholder: bool
+    path: str
+    stage: torch.UntypedStorage | None = None
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (object, its A view)
+    written: Counter[Region] = field(default_factory=Counter)
+    ever: set[Region] = field(default_factory=set)
+    irregular: bool = False
+
+    @property
+    def current(self) -> torch.UntypedStorage:
+        """The storage that holds generation B (or A, where B has not been written)."""
+        return self.storage if self.stage is None else self.stage
+
+    @property
+    def numel(self) -> int:
+        """Elements of `dtype`."""
+        return self.nbytes // self.dtype.itemsize
+
+    @property
+    def missing_memory(self) -> bool:
+        """A placeholder that has not been given its memory."""
+        return self.placeholder and self.nbytes > 0 and self.storage.nbytes() == 0
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """Which arguments of an operator are written, and whether it only makes views."""
+
+    writes: frozenset[int]
+    keyword_writes: frozenset[str]
+    view: bool
+
+
+@lru_cache(maxsize=4096)
+def _signature(func: Any) -> _Signature:
+    arguments = func._schema.arguments
+    writes = {i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
+    aliasing = any(a.alias_info is not None for a in arguments)
+    names = frozenset(arguments[i].name for i in writes)
+    view = aliasing and not writes
+    return _Signature(frozenset(writes), names, view)
+
+
+OnWrite = Callable[[Track, torch.Tensor, Any, tuple[Any, ...]], None]
+
+
+class Receiver(TorchDispatchMode):
+    """Looks up every storage that an operation touches.
+
+    Args:
+        index: live storage identity -> track. Grows as stages are made.
+        on_write: called before a write lands, with the track, the destination view, the operator and arguments.
+        stage: gives a live track its stage (and repoints the tensors on it); None while a first load is only
+            recorded.
+        fill: called when memory has just been given to a placeholder or stage (tests poison it).
+    """
+
+    def __init__(
+        self,
+        index: dict[int, Track],
+        on_write: OnWrite,
+        stage: Callable[[Track], None] | None,
+        fill: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.on_write = on_write
+        self.stage = stage
+        self.fill = fill
+        self.error: BaseException | None = None
+
+    def materialise(self, track: Track) -> None:
+        """Give a placeholder its memory, uninitialised."""
+        if track.missing_memory:
+            track.storage.resize_(track.nbytes)
+            if self.fill is not None:
+                self.fill(view_on(track.storage, track.dtype, 0, (track.numel,), (1,)))
+
+    def _give_memory(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta and tensor.layout is torch.strided:
+            track = self.index.get(tensor.untyped_storage()._cdata)
+            if track is not None and track.missing_memory:
+                self.materialise(track)
+
+    def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
+        """A tensor argument, with memory behind it, redirected to generation B where that exists."""
+        if isinstance(value, (list, tuple)):
+            done = [self.prepare(v, written, func, args) for v in value]
+            return type(value)(done) if any(a is not b for a, b in zip(done, value, strict=True)) else value
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            return value
+        track = self.index.get(value.untyped_storage()._cdata)
+        if track is None:
+            return value
+        if track.missing_memory:
+            self.materialise(track)
+        if written and self.stage is not None and not track.placeholder and track.stage is None:
+            self.stage(track)
+        if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
+            value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        if written:
+            self.on_write(track, value, func, args)
+        return value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        signature = _signature(func)
+        if signature.view:
+            # Views check their bounds against the storage: a placeholder needs its memory before the first one.
+            if args and isinstance(args[0], torch.Tensor) and self.stage is not None:
+                self._give_memory(args[0])
+            return func(*args, **kwargs)
+        try:
+            new = [
+                self.prepare(value, position in signature.writes, func, args)
+                if isinstance(value, (torch.Tensor, list, tuple))
+                else value
+                for position, value in enumerate(args)
+            ]
+            keywords = {
+                name: self.prepare(value, name in signature.keyword_writes, func, args)
+                for name, value in kwargs.items()
+            }
+        except BaseException as error:
+            # What is raised inside a dispatch mode may surface as another type: keep the original.
+            self.error = self.error or error
+            raise
+        out = func(*new, **keywords)
+        if signature.writes:
+            # An in-place operation returns its argument: give the caller its own object back.
+            for position in signature.writes:
+                if position < len(args) and out is new[position]:
+                    return args[position]
+        return out
+
+    def stream(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        begin: Callable[[Any, Any], None],
+        between: Callable[[], None],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The source, item by item. Its own operations are kept out of the mode.
+
+        `begin` sees each name and tensor before the loader does; `between` runs after the loader is done with it.
+        """
+        plain = isinstance(weights, (list, tuple))
+        source = iter(weights)
+        while True:
+            try:
+                item = next(source) if plain else self._outside(source)
+            except StopIteration:
+                return
+            begin(item[0], item[1])
+            yield item
+            between()
+
+    def _outside(self, source: Iterator[Any]) -> Any:
+        """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business."""
+        depth = torch._C._len_torch_dispatch_stack()
+        if depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not self:
+            return next(source)
+        mode = _pop_mode()
+        try:
+            return next(source)
+        finally:
+            _push_mode(mode)
+
+
+def region_of(track: Track, view: torch.Tensor) -> Region | None:
+    """The region that a view covers on its track's storage, in elements of the track's dtype.
+
+    None where the view's element size is no multiple of the track's (the storage is then treated as irregular).
+    """
+    if view.dtype.itemsize == track.dtype.itemsize:
+        return region(view.storage_offset(), tuple(view.shape), view.stride())
+    ratio, rest = divmod(view.dtype.itemsize, track.dtype.itemsize)
+    if rest or not ratio:
+        return None
+    strides = tuple(stride * ratio for stride in view.stride())
+    return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))
+
+
+class CustomOperators(TorchFunctionMode):
+    """Sees the host's own C++ operators, half of which never reach a dispatch mode.
+
+    Operators registered as composite implicit run below dispatch. Here their tensor arguments are prepared like
+    those of any other operation, writes that their schema declares are reported, and tensors handed to an operator
+    that returns no tensor (an integer handle, a script object) are remembered: native code may keep their address.
+    """
+
+    def __init__(self, receiver: Receiver | None, on_written: Callable[[torch.Tensor], None] | None) -> None:
+        super().__init__()
+        self.receiver = receiver
+        self.on_written = on_written
+        self.handed_over: dict[int, StorageWeakRef] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+            return func(*args, **kwargs)
+        schema = _packet_schema(func)
+        if schema is None or schema.name.startswith("aten::"):
+            return func(*args, **kwargs)
+        declared = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
+        if self.receiver is not None:
+            args = tuple(self.receiver.prepare(v, i in declared, func, args) for i, v in enumerate(args))
+            kwargs = {k: self.receiver.prepare(v, False, func, args) for k, v in kwargs.items()}
+        out = func(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        if not isinstance(out, (torch.Tensor, tuple, list, type(None))):
+            for value in values:
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    storage = value.untyped_storage()
+                    self.handed_over[int(storage._cdata)] = StorageWeakRef(storage)
+        if self.on_written is not None:
+            for position in declared:
+                if position < len(args) and isinstance(args[position], torch.Tensor):
+                    self.on_written(args[position])
+        return out
+
+
+@lru_cache(maxsize=1024)
+def _packet_schema(func: Any) -> Any:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema
+    names = func.overloads()
+    return getattr(func, names[0])._schema if names else None
+
+
+class WriteObserver(TorchDispatchMode):
+    """Notes which of the constructor's storages the first processing writes in place."""
+
+    def __init__(self, table: dict[int, int]) -> None:
+        super().__init__()
+        self.table = table
+        self.written: set[int] = set()
+
+    def note(self, tensor: Any) -> None:
+        """Enter a written tensor."""
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.layout is torch.strided:
+            number = self.table.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.written.add(number)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        signature = _signature(func)
+        for position in signature.writes:
+            if position < len(args):
+                for value in args[position] if isinstance(args[position], (list, tuple)) else [args[position]]:
+                    self.note(value)
+        for name in signature.keyword_writes & kwargs.keys():
+            self.note(kwargs[name])
+        return func(*args, **kwargs)
+
+
+__all__ = ["CustomOperators", "Receiver", "Track", "WriteObserver", "flat", "region_of"]

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One weight load on one model: prepare, receive, finish, or abort."""
+
+from __future__ import annotations
+
+import enum
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weightlife import errors
+from weightlife._engine import ledger, processing, storage
+from weightlife._engine import manifest as manifests
+from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, VIOLATION, bus
+from weightlife._engine.footprint import Plan
+from weightlife._engine.manifest import Received
+from weightlife._engine.receive import CustomOperators, Receiver, Track, region_of
+from weightlife._engine.stage import Stage
+from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
+
+if TYPE_CHECKING:
+    from weightlife._engine.lifecycle import Lifecycle
+
+
+class State(enum.Enum):
+    """Where a session stands. `ABORTED` is reached from anywhere."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    RECEIVING = "receiving"
+    PROCESSING = "processing"
+    VALIDATING = "validating"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
+
+
+class WeightLoadSession:
+    """One load. Made by a `Lifecycle`, which also decides who may enter it.
+
+    Args:
+        life: the model's lifecycle.
+        opened_by: what opened it, for reports ("reload_weights", "load_weights", ...).
+        operation: reload, update, implicit or kernel_format.
+        explicit: the caller says when it ends. An implicit session ends at the next real batch.
+        partial: what must be covered at finish: forbid, by_layer or allow.
+        source: where the weights come from, for reports.
+    """
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        opened_by: str,
+        operation: str,
+        explicit: bool,
+        partial: str,
+        source: str = "",
+    ) -> None:
+        self.life = life
+        self.id = uuid.uuid4().hex[:12]
+        self.opened_by = opened_by
+        self.explicit = explicit
+        self.partial = partial
+        self.state = State.IDLE
+        self.settings = life.settings
+        self.waited_batches = 0
+        self.warned = False
+        self.received: dict[str, Received] = {}
+        self.tensors_received = 0
+        self.bytes_received = 0
+        self.current: Received | None = None
+        self.current_name = ""
+        self.new_casts: set[tuple[int, str]] = set()
+        self.epochs = 1
+        self.stage: Stage | None = None
+        self.receiver: Receiver | None = None
+        self.operators: CustomOperators | None = None
+        self.voted = False
+        self.whole = False  # one call of the host receives everything: control does not return in between
+        self.kernel_format = operation == "kernel_format"
+        self._started = time.perf_counter()
+        self._phase: tuple[str, float] | None = None
+        rank, world = life.host.rank()
+        self.report = LoadReport(
+            session_id=self.id, model=life.name, operation=operation, source=source, opened_by=opened_by,
+            rank=rank, world_size=world, started_at=datetime.now(timezone.utc).isoformat(),
+            isolation=self.settings.isolation, versions=life.host.versions(),
+        )  # fmt: skip
+        bus.emit(SESSION_START, self.report.session_id, report=self.report)
+
+    # -- phases ------------------------------------------------------------------------------------------------
+
+    def phase(self, name: str | None) -> None:
+        """End the running phase and begin another (None: only end)."""
+        now = time.perf_counter()
+        if self._phase is not None:
+            old, started = self._phase
+            self._add_phase(old, now - started)
+            bus.emit(PHASE_END, self.id, phase=old)
+        self._phase = None if name is None else (name, now)
+        if name is not None:
+            bus.emit(PHASE_START, self.id, phase=name)
+
+    def _add_phase(self, name: str, seconds: float) -> None:
+        for record in self.report.phases:
+            if record.name == name:
+                record.seconds += seconds
+                record.calls += 1
+                return
+        self.report.phases.append(PhaseRecord(name, seconds, 1))
+
+    # -- prepare -----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Check that the update may begin, then put the model into the format that loaders write.
+
+        Raises:
+            RefusedLayerError: a layer cannot be restored, or the host forbids an update now. Nothing was touched.
+        """
+        life = self.life
+        self._expect(State.IDLE)
+        reason = life.host.refuse_reason(self.report.operation)
+        if reason is not None:
+            raise errors.RefusedLayerError(reason, model=life.name, session=self.id)
+        refused = life.plan.refused
+        if refused:
+            raise errors.RefusedLayerError(
+                f"{len(refused)} layers cannot be restored safely: {refused[0].reason}",
+                model=life.name, layer=refused[0].path, session=self.id,
+            )  # fmt: skip
+        self.phase("prepare")
+        self._choose_storage()
+        isolated = self.settings.isolation == "staged"
+        self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"
+        self.stage = Stage(
+            life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
+            isolated, life.fill,
+        )  # fmt: skip
+        self.receiver = Receiver(self.stage.index, self._on_write, self._stage_live, life.fill)
+        self.operators = CustomOperators(self.receiver, None)
+        self.stage.present()
+        self.state = State.PREPARED
+        self.phase("receive")
+
+    def _choose_storage(self) -> None:
+        wanted = self.settings.storage
+        why = self.life.host.adoptable() if wanted == "adopted" else None
+        if why is not None:
+            raise errors.NotAdoptableError(why, model=self.life.name, session=self.id)
+        self.report.storage = "adopted" if wanted == "adopted" else "pinned"
+        self.report.storage_why = "the setting" if wanted != "auto" else "the default: addresses stay valid"
+
+    def _stage_live(self, track: Track) -> None:
+        assert self.stage is not None
+        if not self.stage.isolated and self.settings.undo_budget_bytes is not None:
+            if self.stage.undo_bytes + track.nbytes > self.settings.undo_budget_bytes:
+                self.life.unsafe = True  # no way back from here: a failure poisons
+                return
+        self.stage.stage_live(track)
+
+    # -- receive -----------------------------------------------------------------------------------------------
+
+    def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Run one call of the host's loader with its source observed."""
+        with self.inside():
+            self.state = State.RECEIVING
+            assert self.receiver is not None
+            return load(self.receiver.stream(weights, self._begin_tensor, self._end_tensor))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The inside of the lifecycle: contexts of the first load, generation B shown, writes observed."""
+        assert self.stage is not None and self.receiver is not None and self.operators is not None
+        self._expect(State.PREPARED, State.RECEIVING, State.PROCESSING)
+        self.stage.show_b()
+        with ExitStack() as stack:
+            stack.enter_context(self.life.entered())
+            stack.enter_context(self.operators)
+            stack.enter_context(self.receiver)
+            try:
+                yield
+            except BaseException as error:
+                hidden = self.receiver.error
+                self.receiver.error = None
+                if hidden is not None and hidden is not error:
+                    raise hidden from None
+                raise
+
+    def _begin_tensor(self, name: Any, tensor: Any) -> None:
+        self.current_name = str(name)
+        known = isinstance(tensor, torch.Tensor)
+        nbytes = tensor.numel() * tensor.element_size() if known else 0
+        shape = tuple(tensor.shape) if known else ()
+        dtype = str(tensor.dtype).removeprefix("torch.") if known else type(tensor).__name__
+        self.current = self.received[self.current_name] = Received(shape, dtype, nbytes)
+        self.tensors_received += 1
+        self.bytes_received += nbytes
+
+    def _end_tensor(self) -> None:
+        self.current = None
+        self.current_name = ""
+
+    def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        if self.state is not State.RECEIVING:
+            return
+        if track.number is None:
+            return
+        self._check_cast(track, func, args)
+        part = region_of(track, view)
+        if part is None:
+            track.irregular = True
+            return
+        if part.numel == 0:
+            return
+        if not self.explicit:
+            self._maybe_new_epoch(track, part)
+        track.written[part] += 1
+        track.ever.add(part)
+        if self.current is not None:
+            self.current.writes.append((track.number, part))
+
+    def _maybe_new_epoch(self, track: Track, part: Any) -> None:
+        """A repeat of what already arrived: later values win, and its layers must be covered anew."""
+        allowed = max(1, self.life.manifest.expected.get(track.number or 0, Counter()).get(part, 1))
+        if track.written[part] < allowed:
+            return
+        assert self.stage is not None and track.number is not None
+        layers = self.life.skeleton.storages[track.number].layers
+        for number, other in self.stage.by_number.items():
+            if self.life.skeleton.storages[number].layers & layers:
+                other.written.clear()
+        self.epochs += 1
+
+    def _check_cast(self, track: Track, func: Any, args: tuple[Any, ...]) -> None:
+        if func._schema.name not in COPY_OPERATORS or len(args) < 2 or not isinstance(args[1], torch.Tensor):
+            return
+        source = str(args[1].dtype).removeprefix("torch.")
+        target = str(args[0].dtype).removeprefix("torch.") if isinstance(args[0], torch.Tensor) else source
+        if source == target or self.settings.casts == "off":
+            return
+        assert track.number is not None
+        if (track.number, source) in self.life.manifest.casts or manifests.cast_allowed(source, target):
+            return
+        self.problem(
+            errors.DtypeMismatchError(
+                f"a {source} tensor for a {target} weight: quantised data in the wrong place",
+                model=self.life.name, layer=track.path, tensors=[self.current_name], session=self.id,
+            ),
+            self.settings.casts,
+        )  # fmt: skip
+
+    def mask(self, track: Track) -> Any:
+        """Elements that this session wrote (numpy bool, shape (numel,)). All, where writes can't be mapped."""
+        if track.irregular:
+            return np.ones(track.numel, dtype=bool)
+        return ledger.counts(track.numel, track.ever) > 0
+
+    def problem(self, error: errors.WeightlifeError, policy: str) -> None:
+        """Raise, warn about or ignore a violation, by policy; the report has it in any case.
+
+        Raises:
+            the given error, if the policy is `strict`.
+        """
+        if policy == "off":
+            return
+        self.report.violations.append(
+            Violation(error.code, error.message, error.layer, list(error.tensors)[:32])
+        )
+        bus.emit(VIOLATION, self.id, code=error.code, layer=error.layer, message=error.message)
+        if policy == "strict":
+            raise error
+        self.life.log.warning("%s", error)
+
+    # -- finish ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Validate, process, settle and commit. On any exception the caller aborts.
+
+        Raises:
+            CompletenessError, StorageMovedError, or what a hook of the host raised, unchanged.
+        """
+        self._expect(State.PREPARED, State.RECEIVING)
+        assert self.stage is not None
+        self.phase("validate")
+        touched = self.touched()
+        self.check_complete(touched)
+        self.state = State.PROCESSING
+        with self.inside():
+            if not self.kernel_format:
+                self._process(touched)
+        self.phase("validate")
+        self.state = State.VALIDATING
+        settlement = storage.Settler(self.stage).settle()
+        self._check_contract(settlement)
+        self.life.vote(True, self)
+        self.phase("copy_back")
+        self._commit(settlement, touched)
+
+    def touched(self) -> set[int]:
+        """Ids of the modules with a slot on a storage that was written."""
+        assert self.stage is not None
+        storages = self.life.skeleton.storages
+        return {
+            layer
+            for number, track in self.stage.by_number.items()
+            if track.ever or track.irregular
+            for layer in storages[number].layers
+        }
+
+    def check_complete(self, touched: set[int]) -> None:
+        """Hold what arrived against the manifest.
+
+        Raises:
+            EmptyUpdateError, MissingTensorError, HalfTouchedLayerError, SurplusTensorError, by policy.
+        """
+        life, stage = self.life, self.stage
+        assert stage is not None
+        if not touched:
+            hint = ""
+            if self.received:
+                first = next(iter(self.received))
+                hint = f"none of {len(self.received)} names was taken, {first!r} first"
+                hint += manifests.nearest(first, life.manifest.names)
+            message = "no tensor of the update reached the model" + (": " + hint if hint else "")
+            self.problem(
+                errors.EmptyUpdateError(message, model=life.name, tensors=list(self.received)[:8], session=self.id),
+                self.settings.empty,
+            )
+        if life.manifest.provisional:
+            self.report.notes.append(
+                "the first load was a dummy: this load is taken as complete and becomes the manifest"
+            )
+            return
+        if self.kernel_format:
+            return
+        self._check_missing(touched)
+        if self.explicit:
+            self._check_surplus()
+
+    def _check_missing(self, touched: set[int]) -> None:
+        life, stage = self.life, self.stage
+        assert stage is not None
+        storages = life.skeleton.storages
+        if self.partial == "forbid":
+            wanted: Iterable[int] = life.manifest.expected
+        else:
+            rebuilt = life.plan.rebuild & touched
+            wanted = [n for n in life.manifest.expected if storages[n].layers & rebuilt]
+        short = manifests.missing(life.manifest, life.skeleton, stage.by_number, wanted)
+        if not short or self.partial == "allow":
+            return
+        names = life.manifest.uncovered_names(short, stage.by_number)
+        layer = life.layer_path(next(iter(storages[short[0]].layers), -1))
+        if self.partial == "forbid":
+            raise_as: type[errors.CompletenessError] = errors.MissingTensorError
+            message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
+        else:
+            raise_as = errors.HalfTouchedLayerError
+            message = f"a layer whose weights are processed received some of its tensors, {len(names)} did not arrive"
+        self.problem(
+            raise_as(message, model=life.name, layer=layer, tensors=names, session=self.id), "strict"
+        )
+
+    def check_half_touched(self) -> None:
+        """Whether every touched layer that is rebuilt arrived whole.
+
+        Raises:
+            HalfTouchedLayerError: one did not.
+        """
+        if not self.life.manifest.provisional:
+            violations = len(self.report.violations)
+            try:
+                self._check_missing(self.touched())
+            finally:
+                del self.report.violations[violations:]
+
+    def _check_surplus(self) -> None:
+        life, stage = self.life, self.stage
+        assert stage is not None
+        extra = manifests.surplus(life.manifest, life.skeleton, stage.by_number)
+        if not extra:
+            return
+        names = [
+            name for name, entry in self.received.items() if any(number in extra for number, _ in entry.writes)
+        ]
+        layer = life.layer_path(next(iter(life.skeleton.storages[extra[0]].layers), -1))
+        self.problem(
+            errors.SurplusTensorError(
+                "elements were written more often than a complete load writes them",
+                model=life.name, layer=layer, tensors=names, session=self.id,
+            ),
+            self.settings.surplus,
+        )  # fmt: skip
+
+    def _process(self, touched: set[int]) -> None:
+        life, stage = self.life, self.stage
+        assert stage is not None
+        rebuild = life.plan.rebuild
+        loaded = life.manifest.layers(life.skeleton) if not life.manifest.provisional else touched
+        derived = rebuild - loaded
+        idle = rebuild - touched - derived
+        stage.put_back(idle)
+        life.fill_unwritten(self, touched | derived)
+        done = processing.run(
+            life.model, life.host,
+            lambda layer: id(layer) in touched or id(layer) in derived,
+            lambda layer: None,
+            self.phase,
+        )  # fmt: skip
+        self.report.notes += [f"{len(idle)} rebuilt layers untouched: kept as they were"] if idle else []
+        for path, hook, seconds in sorted(done.layers, key=lambda item: -item[2])[:8]:
+            self.report.notes.append(f"slow: {path} {hook} {seconds * 1e3:.1f} ms") if seconds > 0.05 else None
+
+    def _check_contract(self, settlement: storage.Settlement) -> None:
+        self.report.contract_changes = [change.to_dict() for change in settlement.changes]
+        moved = settlement.moved
+        if self.report.storage == "pinned" and moved:
+            self.problem(
+                errors.StorageMovedError(
+                    f"{len(moved)} tensors cannot keep their storage; first {moved[0].path}: {moved[0].detail}",
+                    model=self.life.name, layer=moved[0].path, session=self.id,
+                ),
+                self.settings.contract,
+            )  # fmt: skip
+
+    def _commit(self, settlement: storage.Settlement, touched: set[int]) -> None:
+        stage, life = self.stage, self.life
+        assert stage is not None
+        life.committing = True
+        with life.entered():
+            if self.report.storage == "pinned":
+                storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+        life.keep_alive = settlement.keep_alive
+        life.committing = False
+        self.phase(None)
+        self.state = State.COMMITTED
+        life.learn_from(self)
+        self._close("committed", touched)
+
+    def abort(self, error: BaseException | None = None, outcome: str = "aborted") -> None:
+        """Back to A exactly. Idempotent."""
+        if self.state in (State.COMMITTED, State.ABORTED):
+            return
+        self.phase("abort")
+        touched = self.touched() if self.stage is not None else set()
+        if self.stage is not None:
+            with self.life.entered():
+                self.stage.revert()
+        self.phase(None)
+        self.state = State.ABORTED
+        self.report.error = None if error is None else f"{type(error).__name__}: {error}"
+        self._close("poisoned" if self.life.poisoned else outcome, touched)
+
+    def _close(self, outcome: str, touched: set[int]) -> None:
+        life, report = self.life, self.report
+        report.outcome = outcome
+        report.seconds = time.perf_counter() - self._started
+        report.tensors_received = self.tensors_received
+        report.bytes_received = self.bytes_received
+        if self.epochs > 1:
+            report.notes.append(f"{self.epochs} epochs: later values replaced earlier ones")
+        for ident, plan in life.plan.layers.items():
+            report.layers_by_strategy[plan.strategy] = report.layers_by_strategy.get(plan.strategy, 0) + 1
+            report.layers.append(LayerRecord(plan.path, plan.strategy, plan.reason, ident in touched))
+        report.layers_touched = sum(1 for record in report.layers if record.touched)
+        report.layers_untouched = len(report.layers) - report.layers_touched
+        life.closed(self)
+        bus.emit(SESSION_END, self.id, report=report, outcome=report.outcome, error=report.error or "")
+        if self.stage is not None:
+            self.stage.drop()
+        self.stage = self.receiver = self.operators = None
+
+    def _expect(self, *states: State) -> None:
+        if self.state not in states:
+            raise errors.SessionStateError(
+                f"the session is {self.state.value}", model=self.life.name, session=self.id
+            )
+
+
+__all__ = ["State", "WeightLoadSession"]

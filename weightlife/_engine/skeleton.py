@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the constructor made, remembered without keeping its memory alive.
+
+A skeleton is taken once, right after construction (generation S0), and holds for every tensor its geometry, class
+and attributes, and which storage it is a view of. Two tensors on one storage share a storage number: ties, alias
+buffers and views survive as such when placeholders are made. Values are kept only where a load does not write them
+(padding, sentinels, computed constants): they are what a cold load would find there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weightlife._engine import slots
+
+# Below this size a clone costs less than thinking about it: 64 KiB x 800 tensors is 50 MiB at the very most, and
+# norms, scales, zero points and sentinels are all smaller than it.
+SMALL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Token:
+    """Stands in a remembered state for a tensor: its number in the skeleton."""
+
+    index: int
+
+
+@dataclass
+class TensorSkeleton:
+    """One tensor as the constructor made it. Shape, stride and offset in elements of its dtype."""
+
+    ref: weakref.ref[torch.Tensor]
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    cls: type
+    attributes: dict[str, Any]
+    requires_grad: bool
+    path: str
+
+
+@dataclass
+class StorageSkeleton:
+    """One storage as the constructor made it: size in bytes, device, and where views of it sit."""
+
+    nbytes: int
+    device: torch.device
+    dtype: torch.dtype  # of the first tensor seen on it; regions count elements of this type
+    weak: StorageWeakRef | None
+    tensors: list[int] = field(default_factory=list)
+    layers: set[int] = field(default_factory=set)  # ids of the modules with a slot on it
+    # Values that a load never writes: (flat element index, values) or the whole storage.
+    kept_index: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    constant: float | int | None = None  # every element equal at construction (large storages, dummy loads)
+
+    @property
+    def numel(self) -> int:
+        """Elements of `dtype`."""
+        return self.nbytes // self.dtype.itemsize
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """The identity of a tensor's storage while it lives, or None where there is none to speak of."""
+    if tensor.is_meta or tensor.layout is not torch.strided or is_uninitialized(tensor):
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Lazy parameters have neither shape nor storage yet."""
+    return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+
+
+def flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of a tensor as one flat tensor of `dtype` (a view, no copy)."""
+    storage = tensor.untyped_storage()
+    out = torch.empty(0, dtype=dtype, device=tensor.device)
+    out.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+    return out
+
+
+def view_on(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any
+) -> torch.Tensor:
+    """A plain tensor with the given geometry on a storage."""
+    out = torch.empty(0, dtype=dtype, device=storage.device)
+    out.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload]
+    return out
+
+
+class Skeleton:
+    """The constructor's state of a model: holders, slots (tensors as tokens), tensors, storages."""
+
+    def __init__(self, model: torch.nn.Module, skip: Any, provisional: bool) -> None:
+        self.tensors: list[TensorSkeleton] = []
+        self.storages: list[StorageSkeleton] = []
+        self._by_tensor: dict[int, int] = {}
+        self._by_storage: dict[int, int] = {}
+        self.unsupported: dict[str, str] = {}
+        holders, states = slots.walk(model, skip)
+        self.holders = holders
+        self.states: dict[int, slots.State] = {
+            ident: {key: self._tokenise(value, holders[ident], key) for key, value in state.items()}
+            for ident, state in states.items()
+        }
+        self._keep_constructor_values(provisional)
+
+    def _tokenise(self, value: Any, holder: slots.Holder, key: slots.Key) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        path = slots.step(holder.path, key)
+        index = self._by_tensor.get(id(value))
+        if index is None:
+            index = self._add(value, path)
+            if index is None:
+                self.unsupported[path] = "a lazily shaped, meta or sparse tensor"
+                return value
+        self.storages[self.tensors[index].storage].layers |= holder.owners
+        return Token(index)
+
+    def _add(self, tensor: torch.Tensor, path: str) -> int | None:
+        key = storage_key(tensor)
+        if key is None:
+            return None
+        number = self._by_storage.get(key)
+        if number is None:
+            storage = tensor.untyped_storage()
+            number = self._by_storage[key] = len(self.storages)
+            self.storages.append(
+                StorageSkeleton(storage.nbytes(), tensor.device, tensor.dtype, StorageWeakRef(storage))
+            )
+        index = self._by_tensor[id(tensor)] = len(self.tensors)
+        self.tensors.append(
+            TensorSkeleton(
+                weakref.ref(tensor), number, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+                tensor.dtype, type(tensor), dict(getattr(tensor, "__dict__", {})), tensor.requires_grad, path,
+            )
+        )  # fmt: skip
+        self.storages[number].tensors.append(index)
+        return index
+
+    def _keep_constructor_values(self, provisional: bool) -> None:
+        """Clone small storages now; of large ones note whether they are constant.
+
+        The second matters only where the first load is a dummy, which writes everything: elements that a real
+        load leaves alone are then known only if they were all one value.
+        """
+        for storage in self.storages:
+            tensor = self.tensors[storage.tensors[0]].ref()
+            if tensor is None or storage.nbytes == 0:
+                continue
+            content = flat(tensor.detach(), storage.dtype)
+            if storage.nbytes <= SMALL_BYTES:
+                storage.kept = content.clone()
+            elif provisional:
+                first = content[:1]
+                if bool((content == first).all()):
+                    storage.constant = first.item()
+
+    def storage_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a live tensor's storage, if the constructor made it."""
+        key = storage_key(tensor)
+        return None if key is None else self._by_storage.get(key)
+
+    def table(self) -> dict[int, int]:
+        """Live storage identity -> storage number, for those storages that still exist."""
+        return {
+            key: number
+            for key, number in self._by_storage.items()
+            if (weak := self.storages[number].weak) is not None and not weak.expired()
+        }
+
+    def keep_unwritten(self, number: int, mask: np.ndarray[Any, Any] | None) -> None:
+        """Keep the present values of the elements that a load did not write (`mask` False; None: nothing was).
+
+        Called between loading and processing, when they still are the constructor's.
+        """
+        storage = self.storages[number]
+        if storage.kept is not None:
+            return
+        tensor = next((t for i in storage.tensors if (t := self.tensors[i].ref()) is not None), None)
+        if tensor is None or self.storage_of(tensor) != number:
+            return
+        content = flat(tensor.detach(), storage.dtype)
+        if mask is None:
+            storage.kept = content.clone()
+        else:
+            index = torch.from_numpy(np.flatnonzero(~mask)).to(content.device)
+            storage.kept_index, storage.kept = index, content[index].clone()
+
+    def drop_kept(self, number: int) -> None:
+        """Forget kept values of a storage that is never rebuilt."""
+        self.storages[number].kept_index = self.storages[number].kept = None
+
+    def forget_identities(self) -> None:
+        """Drop weak storage references once the first load has been learned."""
+        for storage in self.storages:
+            storage.weak = None
+        self._by_storage.clear()
+        self._by_tensor.clear()
+
+    def fill_kept(self, number: int, target: torch.Tensor, unwritten: np.ndarray[Any, Any] | None) -> bool:
+        """Write the constructor's values into unwritten elements of `target`, a flat tensor on a storage.
+
+        `unwritten` is a mask of shape (numel,), or None for all. False if some wanted value is not known.
+        """
+        storage = self.storages[number]
+        if storage.kept is None and storage.constant is None:
+            return unwritten is not None and not bool(unwritten.any())
+        if unwritten is None:
+            wanted = None
+        else:
+            wanted = torch.from_numpy(np.flatnonzero(unwritten)).to(target.device)
+        if storage.constant is not None and storage.kept is None:
+            if wanted is None:
+                target.fill_(storage.constant)
+            else:
+                target[wanted] = storage.constant
+            return True
+        assert storage.kept is not None
+        if storage.kept_index is None:
+            if wanted is None:
+                target.copy_(storage.kept)
+            else:
+                target[wanted] = storage.kept[wanted]
+            return True
+        # Known only where the first load did not write: put those back first; what else is unwritten is unknown.
+        known = np.zeros(storage.numel, dtype=bool)
+        known[storage.kept_index.cpu().numpy()] = True
+        need = np.ones(storage.numel, dtype=bool) if unwritten is None else unwritten
+        chosen = torch.from_numpy(need[storage.kept_index.cpu().numpy()]).to(target.device)
+        target[storage.kept_index[chosen]] = storage.kept[chosen]
+        return not bool((need & ~known).any())

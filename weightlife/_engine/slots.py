@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holders and slots: one uniform view of everything that a model can keep state in.
+
+A *holder* is an object with state: a module, a host object (quant method, kernel, impl), a dict, a list, a
+closure. A *slot* is one place in it. The engine never asks what a slot means; it reads all of them, compares
+them with an earlier reading, and puts back the ones that differ.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Key = tuple[str, Any]
+State = dict[Key, Any]
+
+# What `torch.nn.Module.__init__` itself keeps on every module: hooks, flags and the three containers, which
+# are read as kinds of their own. `training` changes with `eval()` after the load and is no weight state.
+_TORCH_INTERNALS = frozenset(vars(torch.nn.Module()))
+_CONTAINERS = {"param": "_parameters", "buffer": "_buffers", "module": "_modules"}
+RESERVED_ATTRIBUTE = "_weightlife"
+
+# Values that hold no tensors and have no state of their own.
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, range, types.ModuleType,
+    types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout,
+)  # fmt: skip
+
+# A host object further away from a module than this was never part of its weight state in any of the 22
+# families of the prototype; the deepest that mattered sat at 4 (module, quant method, scheme, kernel, tensor).
+MAX_DEPTH = 5
+# Longer lists and dicts than this are tables, not structure (a tokenizer's vocabulary, an index of names).
+MAX_ITEMS = 4096
+
+
+@dataclass
+class Holder:
+    """One object with slots. `owners` are the ids of the modules from which it is reached."""
+
+    obj: Any
+    path: str
+    owners: set[int] = field(default_factory=set)
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.obj, torch.nn.Module)
+
+
+def is_opaque(obj: Any) -> bool:
+    """Whether an object owns a native resource: its type has a finaliser.
+
+    Such an object is replaced whole, never written into: copying a new native pointer into the tensor of the
+    old object makes the old one free the new resource (a crash, met with matmul handles on a CPU).
+    """
+    return hasattr(type(obj), "__del__")
+
+
+def _slot_names(obj: Any) -> tuple[str, ...]:
+    return _slot_names_of_type(type(obj))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_names_of_type(cls: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        declared = base.__dict__.get("__slots__", ())
+        names += [declared] if isinstance(declared, str) else list(declared)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def read(obj: Any) -> State:
+    """All slots of a holder, in their order. Contents of tensors are never read."""
+    state: State = {}
+    if isinstance(obj, torch.nn.Module):
+        own = vars(obj)
+        for kind, container in _CONTAINERS.items():
+            for name, value in own[container].items():
+                state[kind, name] = value
+        state["set", "_non_persistent_buffers_set"] = frozenset(own["_non_persistent_buffers_set"])
+        for name, value in own.items():
+            if name not in _TORCH_INTERNALS and name != RESERVED_ATTRIBUTE:
+                state["attr", name] = value
+    elif isinstance(obj, dict):
+        for name, value in obj.items():
+            state["item", name] = value
+    elif isinstance(obj, (list, tuple)):
+        for index, value in enumerate(obj):
+            state["item", index] = value
+    elif isinstance(obj, types.FunctionType):
+        for index, cell in enumerate(obj.__closure__ or ()):
+            try:
+                state["cell", index] = cell.cell_contents
+            except ValueError:  # a cell that was never filled
+                continue
+        for index, value in enumerate(obj.__defaults__ or ()):
+            state["default", index] = value
+        for name, value in (obj.__kwdefaults__ or {}).items():
+            state["kwdefault", name] = value
+    elif isinstance(obj, types.MethodType):
+        state["bound", "__self__"] = obj.__self__
+        state["bound", "__func__"] = obj.__func__
+    elif isinstance(obj, functools.partial):
+        state["bound", "func"] = obj.func
+        for index, value in enumerate(obj.args):
+            state["argument", index] = value
+        for name, value in obj.keywords.items():
+            state["keyword", name] = value
+    else:
+        for name, value in getattr(obj, "__dict__", {}).items():
+            state["attr", name] = value
+        for name in _slot_names(obj):
+            try:
+                state["slot", name] = object.__getattribute__(obj, name)
+            except AttributeError:
+                continue
+    return state
+
+
+def write(obj: Any, target: State, changed: list[Key]) -> None:
+    """Give the `changed` slots of a holder the value (or the absence) that they have in `target`.
+
+    The order of names in a module's containers is made that of `target`: `named_parameters()` of a restored
+    module must list what a fresh one lists, in the same order.
+    """
+    if isinstance(obj, torch.nn.Module):
+        _write_module(obj, target, changed)
+    elif isinstance(obj, list):
+        obj[:] = [value for (kind, _), value in target.items() if kind == "item"]
+    elif isinstance(obj, dict):
+        wanted = {name: value for (kind, name), value in target.items() if kind == "item"}
+        obj.clear()
+        obj.update(wanted)
+    elif isinstance(obj, types.FunctionType):
+        for kind, index in changed:
+            if kind == "cell" and obj.__closure__ is not None:
+                obj.__closure__[index].cell_contents = target[kind, index]
+    elif not isinstance(obj, (tuple, types.MethodType, functools.partial)):
+        for kind, name in changed:
+            present = (kind, name) in target
+            if kind == "attr":
+                if present:
+                    vars(obj)[name] = target[kind, name]
+                else:
+                    vars(obj).pop(name, None)
+            elif present:
+                object.__setattr__(obj, name, target[kind, name])
+            elif hasattr(obj, name):
+                object.__delattr__(obj, name)
+
+
+def _write_module(module: torch.nn.Module, target: State, changed: list[Key]) -> None:
+    own = vars(module)
+    kinds = {kind for kind, _ in changed}
+    for kind, container in _CONTAINERS.items():
+        if kind not in kinds:
+            continue
+        # Touch only what changed: the engine may have bound other names meanwhile.
+        names = {name for k, name in changed if k == kind}
+        live = own[container]
+        kept = {name: value for name, value in live.items() if name not in names}
+        wanted: dict[str, Any] = {}
+        for (k, name), value in target.items():
+            if k != kind:
+                continue
+            if name in names:
+                wanted[name] = value
+            elif name in kept:
+                wanted[name] = kept[name]
+        wanted.update({name: value for name, value in kept.items() if name not in wanted})
+        live.clear()
+        live.update(wanted)
+    for kind, name in changed:
+        if kind == "set":
+            live_set = own["_non_persistent_buffers_set"]
+            live_set.clear()
+            live_set.update(target[kind, name])
+        elif kind == "attr":
+            if (kind, name) in target:
+                own[name] = target[kind, name]
+            else:
+                own.pop(name, None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two slot values are the same thing: one object, equal plain data, or equal bound methods."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (bool, int, str, bytes, complex, torch.dtype, torch.device, torch.Size, frozenset)):
+        return bool(a == b)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    if isinstance(a, types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return False
+
+
+def differing(before: State, after: State) -> list[Key]:
+    """Keys whose value appeared, vanished or became another object."""
+    missing = object()
+    keys = [key for key, value in before.items() if not same(value, after.get(key, missing))]
+    keys += [key for key in after if key not in before]
+    return keys
+
+
+def _descends(value: Any) -> bool:
+    if isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
+        return False
+    if isinstance(value, (list, tuple, dict)):
+        return 0 < len(value) <= MAX_ITEMS
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    if isinstance(value, (types.MethodType, functools.partial)):
+        return True
+    if isinstance(value, (weakref.ref, set, frozenset)) or callable(value) and isinstance(value, type):
+        return False
+    # Objects of torch itself (operators, streams, groups, compiled callables) are not weight state.
+    if (type(value).__module__ or "").partition(".")[0] == "torch":
+        return False
+    return hasattr(value, "__dict__") or bool(_slot_names(value))
+
+
+def step(path: str, key: Key) -> str:
+    """The attribute path of a slot, as a person would write it."""
+    kind, name = key
+    if kind == "item":
+        return f"{path}[{name!r}]"
+    if kind == "cell":
+        return f"{path}.<closure {name}>"
+    if kind in ("default", "argument"):
+        return f"{path}.<{kind} {name}>"
+    return f"{path}.{name}" if path else str(name)
+
+
+def _children(state: State) -> Iterator[tuple[Key, Any]]:
+    for key, value in state.items():
+        if key[0] not in ("module", "set"):
+            yield key, value
+
+
+def walk(
+    model: torch.nn.Module, skip: Callable[[Any], bool] = lambda obj: False
+) -> tuple[dict[int, Holder], dict[int, State]]:
+    """Every holder of a model by `id`, with its slots.
+
+    Modules come first in module order. Objects for which `skip` is true (process-wide configuration, groups)
+    are not entered. The returned states hold strong references: drop or convert them soon.
+    """
+    holders: dict[int, Holder] = {}
+    states: dict[int, State] = {}
+    modules = [(name, module) for name, module in model.named_modules()]
+    for name, module in modules:
+        holders[id(module)] = Holder(module, name, {id(module)})
+        states[id(module)] = read(module)
+    for name, module in modules:
+        _walk_objects(id(module), name, states[id(module)], holders, states, skip)
+    return holders, states
+
+
+def _walk_objects(
+    owner: int,
+    path: str,
+    state: State,
+    holders: dict[int, Holder],
+    states: dict[int, State],
+    skip: Callable[[Any], bool],
+) -> None:
+    stack = [(value, step(path, key), 1) for key, value in _children(state)]
+    while stack:
+        value, where, depth = stack.pop()
+        if depth > MAX_DEPTH or not _descends(value):
+            continue
+        known = holders.get(id(value))
+        if known is not None:
+            if owner in known.owners:
+                continue
+            known.owners.add(owner)
+        elif skip(value):
+            continue
+        else:
+            holders[id(value)] = Holder(value, where, {owner})
+            states[id(value)] = read(value)
+        stack += [(child, step(where, key), depth + 1) for key, child in _children(states[id(value)])]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations: A serves, B is being received, and the module tree shows one or the other.
+
+At prepare the constructor's values go back into the slots that processing changed; tensors there are placeholders.
+Live storages are staged at their first write. `show_a()` and `show_b()` exchange what differs, by reference: no value
+is copied, so a pass that comes in the middle of an update costs a few milliseconds and sees A exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weightlife._engine import slots
+from weightlife._engine.footprint import ABSENT, Plan, live_numbers
+from weightlife._engine.receive import Track
+from weightlife._engine.skeleton import Skeleton, Token, storage_key, view_on
+
+
+class Stage:
+    """Generations A and B of one model during one session.
+
+    Args:
+        model: the model.
+        skeleton: the constructor's state.
+        plan: which slots go back to it. Empty for a session in kernel format.
+        skip: host objects that are not entered.
+        isolated: stage live storages (`staged`); otherwise writes go into them (`in_place`).
+        fill: called on memory that was just made (tests poison it).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        skeleton: Skeleton,
+        plan: Plan,
+        skip: Callable[[Any], bool],
+        isolated: bool = True,
+        fill: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.skeleton = skeleton
+        self.plan = plan
+        self.skip = skip
+        self.isolated = isolated
+        self.fill = fill
+        self.staged_bytes = 0
+        self.showing_b = False
+        self.index: dict[int, Track] = {}
+        self.placeholders: dict[int, torch.Tensor] = {}  # tensor number -> placeholder
+        self.by_number: dict[int, Track] = {}
+        self.undo: dict[int, torch.Tensor] = {}  # live storage identity -> its bytes before (in place only)
+        self.undo_bytes = 0
+        self.holders, self.before = slots.walk(model, skip)
+        self.b_state: dict[int, slots.State] = {}
+        self.b_data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._index_live()
+
+    # -- generation A ------------------------------------------------------------------------------------------
+
+    def _index_live(self) -> None:
+        numbers = live_numbers(self.skeleton, self.plan)
+        seen: set[int] = set()
+        for ident, state in self.before.items():
+            holder = self.holders[ident]
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                identity = storage_key(value)
+                if identity is None:
+                    continue
+                track = self.index.get(identity)
+                if track is None:
+                    number = numbers.get(identity)
+                    dtype = value.dtype if number is None else self.skeleton.storages[number].dtype
+                    storage = value.untyped_storage()
+                    track = Track(number, storage, storage.nbytes(), dtype, False, slots.step(holder.path, key))
+                    self.index[identity] = track
+                    if number is not None:
+                        self.by_number[number] = track
+                track.tensors.append((value, value.detach()))
+
+    # -- generation B ------------------------------------------------------------------------------------------
+
+    def present(self) -> None:
+        """Put the constructor's values back into the slots of the plan (tensors as placeholders)."""
+        self.showing_b = True
+        for ident, restore in self.plan.restore.items():
+            holder = self.skeleton.holders[ident]
+            target = dict(self.skeleton.states[ident])
+            target.update(restore)
+            live = slots.read(holder.obj)
+            wanted = {key: self._value(value) for key, value in target.items() if key in restore}
+            ordered: slots.State = {}
+            for key, value in target.items():
+                if key in wanted:
+                    if wanted[key] is not ABSENT:
+                        ordered[key] = wanted[key]
+                elif key in live:
+                    ordered[key] = live[key]
+            ordered.update({key: value for key, value in live.items() if key not in target})
+            slots.write(holder.obj, ordered, list(restore))
+
+    def _value(self, value: Any) -> Any:
+        return self._placeholder(value.index) if isinstance(value, Token) else value
+
+    def _placeholder(self, index: int) -> torch.Tensor:
+        known = self.placeholders.get(index)
+        if known is not None:
+            return known
+        made = self.skeleton.tensors[index]
+        track = self.by_number.get(made.storage)
+        if track is None:
+            skeleton = self.skeleton.storages[made.storage]
+            storage = torch.UntypedStorage(skeleton.nbytes, device=skeleton.device)
+            track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
+            self.by_number[made.storage] = track
+            self.index[int(storage._cdata)] = track
+        # The view is made while the storage has its size, then the memory is let go: shape, strides and device are
+        # real to a loader that asks for them, and memory comes back at the first access.
+        grown = track.storage.nbytes() == 0 and track.nbytes > 0
+        if grown:
+            track.storage.resize_(track.nbytes)
+        tensor = view_on(track.storage, made.dtype, made.offset, made.shape, made.stride)
+        if not track.ever:
+            track.storage.resize_(0)
+        if made.cls is not torch.Tensor:
+            tensor.__class__ = made.cls
+        tensor.__dict__.update(made.attributes)
+        tensor.requires_grad_(made.requires_grad)
+        self.placeholders[index] = tensor
+        return tensor
+
+    def stage_live(self, track: Track) -> None:
+        """Before the first write to a storage that serves: stage it, or keep what undoing the write needs."""
+        if not self.isolated:
+            if int(track.storage._cdata) not in self.undo:
+                self._keep_undo(track)
+            return
+        stage = torch.UntypedStorage(track.nbytes, device=track.storage.device)
+        track.stage = stage
+        self.staged_bytes += track.nbytes
+        self.index[int(stage._cdata)] = track
+        if self.fill is not None:
+            self.fill(view_on(stage, track.dtype, 0, (track.numel,), (1,)))
+        for tensor, _ in track.tensors:
+            self._repoint(tensor, stage)
+
+    def _keep_undo(self, track: Track) -> None:
+        whole = view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
+        self.undo[int(track.storage._cdata)] = whole.clone()
+        self.undo_bytes += track.nbytes
+
+    @staticmethod
+    def _repoint(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        tensor.data = view_on(
+            storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        )
+
+    def allocate_all(self) -> None:
+        """Give every placeholder memory: nobody outside may meet a tensor without it."""
+        for track in self.by_number.values():
+            if track.missing_memory:
+                track.storage.resize_(track.nbytes)
+                if self.fill is not None:
+                    self.fill(view_on(track.storage, track.dtype, 0, (track.numel,), (1,)))
+
+    # -- exchange ----------------------------------------------------------------------------------------------
+
+    def show_a(self) -> None:
+        """Make the module tree generation A again, remembering B."""
+        if not self.showing_b:
+            return
+        self.b_state = {}
+        for ident, before in self.before.items():
+            obj = self.holders[ident].obj
+            now = slots.read(obj)
+            changed = slots.differing(before, now)
+            if changed:
+                self.b_state[ident] = now
+                slots.write(obj, before, changed)
+        self.b_data = []
+        for track in self.index.values():
+            # A track is found by its live and by its staged identity: once is enough, twice does no harm.
+            for tensor, a_view in track.tensors:
+                if tensor.untyped_storage()._cdata != track.storage._cdata:
+                    self.b_data.append((tensor, tensor.detach()))
+                    tensor.data = a_view
+        self.showing_b = False
+
+    def show_b(self) -> None:
+        """The reverse of `show_a`. What passes did to other slots of A meanwhile is kept."""
+        if self.showing_b:
+            return
+        for ident, state in self.b_state.items():
+            obj = self.holders[ident].obj
+            now = slots.read(obj)
+            changed = slots.differing(self.before[ident], state)
+            self.before[ident] = now
+            slots.write(obj, state, changed)
+        for ident in self.before.keys() - self.b_state.keys():
+            self.before[ident] = slots.read(self.holders[ident].obj)
+        for tensor, data in self.b_data:
+            tensor.data = data
+        self.b_data = []
+        self.showing_b = True
+
+    def put_back(self, modules: set[int]) -> None:
+        """Give layers that this update does not rebuild their A state again, while the rest shows B."""
+        for ident, restore in self.plan.restore.items():
+            holder = self.skeleton.holders[ident]
+            if ident in self.before and holder.owners <= modules:
+                obj = holder.obj
+                changed = [k for k in slots.differing(self.before[ident], slots.read(obj)) if k in restore]
+                slots.write(obj, self.before[ident], changed)
+
+    def revert(self) -> None:
+        """A exactly, B dropped. In place, written storages get their old bytes back."""
+        self.show_a()
+        for track in self.index.values():
+            saved = self.undo.get(int(track.storage._cdata))
+            if saved is not None:
+                view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,)).copy_(saved)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of everything that the session held."""
+        self.index.clear()
+        self.by_number.clear()
+        self.placeholders.clear()
+        self.b_state.clear()
+        self.before.clear()
+        self.holders.clear()
+        self.undo.clear()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commit: generation B's values into the storage that generation A has, or B's storage in A's place.
+
+`pinned`: every slot that held a tensor in A and holds one of the same geometry in B gets B's values in A's memory;
+every object of B (new kernel objects, closures, frozen dataclasses) that refers to a moved tensor is made to look at
+A's memory by exchanging that tensor's data, not by rewriting references. `adopted`: B's memory stays.
+
+Everything is decided before the first byte is copied: what cannot be pinned is refused while A is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weightlife._engine import slots
+from weightlife._engine.receive import CustomOperators
+from weightlife._engine.skeleton import is_uninitialized, storage_key, view_on
+from weightlife._engine.stage import Stage
+
+
+@dataclass
+class Change:
+    """One difference between the contract of A and that of B. `kind`: moved, added, removed, opaque."""
+
+    path: str
+    kind: str
+    detail: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain data for the report."""
+        return {"path": self.path, "kind": self.kind, "detail": self.detail}
+
+
+@dataclass
+class Move:
+    """B's tensor goes into A's."""
+
+    path: str
+    a: torch.Tensor  # a view of A's memory
+    b: torch.Tensor
+    a_object: torch.Tensor
+
+
+@dataclass
+class Settlement:
+    """What a commit will do, decided before it does anything."""
+
+    moves: list[Move] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    rebind: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = field(default_factory=list)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # B identity -> A storage
+    keep_alive: list[torch.UntypedStorage] = field(default_factory=list)
+
+    @property
+    def moved(self) -> list[Change]:
+        """Contract violations: storage that cannot keep its address."""
+        return [change for change in self.changes if change.kind == "moved"]
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Geometry in words, without values."""
+    if is_uninitialized(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return f"{type(tensor).__name__} without storage"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} stride {list(tensor.stride())} "
+        f"on {tensor.device}, storage of {tensor.untyped_storage().nbytes()} bytes"
+    )
+
+
+class Settler:
+    """Pairs the tensors of A and B by path.
+
+    A persistent holder is compared slot by slot; where both generations hold objects of one type (a new kernel
+    object, a closure of the same code), the comparison goes into them. An opaque owner is taken whole.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.out = Settlement()
+        self._seen: set[tuple[int, int]] = set()
+        self._moved: set[int] = set()
+        self._a_views = {id(tensor): view for t in stage.index.values() for tensor, view in t.tensors}
+
+    def settle(self) -> Settlement:
+        """Compare A (as remembered) with B (as the module tree shows it now)."""
+        stage = self.stage
+        self._staged_and_replaced()
+        for ident, before in stage.before.items():
+            holder = stage.holders[ident]
+            now = slots.read(holder.obj)
+            for key in slots.differing(before, now):
+                path = slots.step(holder.path, key)
+                if key not in now:
+                    if isinstance(before[key], torch.Tensor):
+                        self.out.changes.append(Change(path, "removed", describe(before[key])))
+                elif key not in before:
+                    if isinstance(now[key], torch.Tensor):
+                        self.out.changes.append(Change(path, "added", describe(now[key])))
+                else:
+                    self._match(path, before[key], now[key])
+                    self._rebind(holder, key, before[key], now[key])
+        return self.out
+
+    def _staged_and_replaced(self) -> None:
+        done: set[int] = set()
+        for track in self.stage.index.values():
+            if track.placeholder or id(track) in done:
+                continue
+            done.add(id(track))
+            if track.stage is not None:
+                whole = (track.numel,)
+                a = view_on(track.storage, track.dtype, 0, whole, (1,))
+                b = view_on(track.stage, track.dtype, 0, whole, (1,))
+                self.out.moves.append(Move(track.path, a, b, a))
+                self.out.storages[int(track.stage._cdata)] = track.storage
+            for tensor, a_view in track.tensors:
+                identity = storage_key(tensor)
+                known = {int(track.storage._cdata), int(track.current._cdata)}
+                if identity not in known:  # `.data =` by a loader or a hook
+                    self._pair(track.path, tensor, tensor, a_view)
+
+    def _match(self, path: str, a: Any, b: Any) -> None:
+        if a is b or (id(a), id(b)) in self._seen:
+            return
+        self._seen.add((id(a), id(b)))
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                self._pair(path, a, b, self._a_views.get(id(a), a))
+            return
+        if type(a) is not type(b) or isinstance(a, torch.nn.Module):
+            return
+        if slots.is_opaque(a):
+            self.out.changes.append(Change(path, "opaque", f"{type(a).__name__} owns a native resource: replaced whole"))
+            return
+        if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
+            return
+        if not (hasattr(a, "__dict__") or isinstance(a, (list, tuple, dict, types.FunctionType, functools.partial))):
+            if not slots._slot_names(a):
+                return
+        before = self.stage.before.get(id(a)) or slots.read(a)
+        now = slots.read(b)
+        for key, value in before.items():
+            if key in now and key[0] not in ("module", "set"):
+                self._match(slots.step(path, key), value, now[key])
+
+    def _pair(self, path: str, a: torch.Tensor, b: torch.Tensor, a_view: torch.Tensor) -> None:
+        a_key, b_key = storage_key(a_view), storage_key(b)
+        if a_key is None or b_key is None or a_key == b_key:
+            if a_key != b_key:
+                self.out.changes.append(Change(path, "moved", f"{describe(a_view)} became {describe(b)}"))
+            return
+        if _geometry(a_view) != _geometry(b):
+            self.out.changes.append(Change(path, "moved", f"{describe(a_view)} became {describe(b)}"))
+            return
+        if id(b) in self._moved:
+            return
+        self._moved.add(id(b))
+        self.out.moves.append(Move(path, a_view, b, a))
+        a_storage, b_storage = a_view.untyped_storage(), b.untyped_storage()
+        if a_storage.nbytes() == b_storage.nbytes() and a_view.storage_offset() == b.storage_offset():
+            self.out.storages.setdefault(b_key, a_storage)
+
+    def _rebind(self, holder: slots.Holder, key: slots.Key, a: Any, b: Any) -> None:
+        """A module's own slot keeps A's tensor object where nothing but the values changed."""
+        if (
+            holder.is_module
+            and key[0] in ("param", "buffer")
+            and isinstance(a, torch.Tensor)
+            and type(a) is type(b)
+            and id(b) in self._moved
+        ):
+            self.out.rebind.append((holder.obj, key[0], key[1], a))
+
+
+def commit_pinned(
+    stage: Stage,
+    settlement: Settlement,
+    operators: CustomOperators | None,
+    copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None],
+) -> int:
+    """Copy B's values into A's memory and make everything in B look there. Returns the bytes copied.
+
+    Nothing here can fail for a reason that was not checked before, short of the device itself failing.
+    """
+    pairs = [(move.a, move.b.detach()) for move in settlement.moves]
+    with torch.no_grad():
+        copy(pairs)
+    handed = operators.handed_over if operators is not None else {}
+    b_holders, b_states = slots.walk(stage.model, stage.skip)
+    seen: set[int] = set()
+    for ident, state in b_states.items():
+        if slots.is_opaque(b_holders[ident].obj):
+            continue
+        for value in state.values():
+            if not isinstance(value, torch.Tensor) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            identity = storage_key(value)
+            target = None if identity is None else settlement.storages.get(identity)
+            if target is None or identity is None:
+                continue
+            if identity in handed and not handed[identity].expired():
+                # Native code was given this address: the memory stays, with the same values, until the next commit.
+                settlement.keep_alive.append(value.untyped_storage())
+            value.data = view_on(target, value.dtype, value.storage_offset(), value.shape, value.stride())
+    for move in settlement.moves:
+        if storage_key(move.b) != storage_key(move.a):  # a tensor on a storage that could not be mapped whole
+            identity = storage_key(move.b)
+            if identity in handed and not handed[identity].expired():
+                settlement.keep_alive.append(move.b.untyped_storage())
+            move.b.data = move.a.detach()
+    for module, kind, name, tensor in settlement.rebind:
+        container = module._parameters if kind == "param" else module._buffers
+        container[name] = tensor  # type: ignore[assignment]
+    for track in stage.index.values():
+        for tensor, a_view in track.tensors:
+            if storage_key(tensor) != storage_key(a_view):
+                tensor.data = a_view
+    return sum(a.numel() * a.element_size() for a, _ in pairs)
+
+
+def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Plain copies, one by one: the reference backend. Shapes and dtypes are equal by construction."""
+    for destination, source in pairs:
+        destination.copy_(source)

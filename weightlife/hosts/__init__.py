@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts: how the engine reaches the framework that owns a model."""

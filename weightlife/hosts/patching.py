@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seams as data: where the host is wrapped, applied with wrapt, undone to the identical object.
+
+A seam is applied when its module is imported, or at once if it already is. Functions are imported by name all over a
+host, so modules that already hold the original are swept, reading `vars(module)` only: `getattr` on a lazy module
+would import half of its package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place in the host.
+
+    Attributes:
+        name: how `status()` calls it.
+        module: the module that defines the target.
+        attribute: `function` or `Class.method`.
+        wrapper: a wrapt wrapper `(wrapped, instance, args, kwargs)`.
+        required: without it the engine can only observe.
+        since, until: host versions (inclusive, exclusive) that have it, as "0.27".
+        why: what it is for.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    wrapper: Wrapper
+    required: bool = False
+    since: str = ""
+    until: str = ""
+    why: str = ""
+
+
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A wrapper that copies and pickles as what it wraps: clients send classes and parameters by value."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__wrapped__
+
+    def __copy__(self) -> Any:
+        return self.__wrapped__
+
+    def __reduce__(self) -> Any:
+        return self.__wrapped__.__qualname__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__qualname__
+
+
+@dataclass
+class Applied:
+    """What was done for one seam: every (owner, attribute) that now holds the wrapper."""
+
+    seam: Seam
+    original: Any
+    wrapper: Any
+    inherited: bool
+    places: list[tuple[Any, str]] = field(default_factory=list)
+
+
+class Patcher:
+    """Applies a table of seams, and takes it back."""
+
+    def __init__(self, seams: list[Seam]) -> None:
+        self.seams = seams
+        self.applied: dict[str, Applied] = {}
+        self.failures: dict[str, str] = {}
+        self.classes: list[Applied] = []
+        self.active = False
+        self._hooked: set[str] = set()
+        self._lock = threading.RLock()
+
+    def apply(self) -> None:
+        """Wrap what is imported already; the rest follows as it is imported. Twice is once."""
+        with self._lock:
+            self.active = True
+            for module in {seam.module for seam in self.seams}:
+                if module in sys.modules:
+                    self._apply_module(sys.modules[module])
+                if module not in self._hooked:
+                    # wrapt keeps post-import hooks for ever: this one asks whether it is still wanted.
+                    self._hooked.add(module)
+                    wrapt.register_post_import_hook(self._on_import, module)
+
+    def _on_import(self, module: Any) -> None:
+        with self._lock:
+            if self.active:
+                self._apply_module(module)
+
+    def _apply_module(self, module: Any) -> None:
+        for seam in self.seams:
+            if seam.module != module.__name__ or seam.name in self.applied:
+                continue
+            owner, attribute, original = self._resolve(module, seam)
+            if owner is None:
+                self.failures[seam.name] = f"absent in this version: {seam.module}:{seam.attribute}"
+                continue
+            self.failures.pop(seam.name, None)
+            self.applied[seam.name] = self.wrap(owner, attribute, seam.wrapper, seam, original)
+
+    @staticmethod
+    def _resolve(module: Any, seam: Seam) -> tuple[Any, str, Any]:
+        owner: Any = module
+        *path, attribute = seam.attribute.split(".")
+        for part in path:
+            owner = vars(owner).get(part)
+            if owner is None:
+                return None, attribute, None
+        if isinstance(owner, type):
+            for base in owner.__mro__:
+                if attribute in vars(base):
+                    return owner, attribute, vars(base)[attribute]
+            return None, attribute, None
+        original = vars(owner).get(attribute)
+        return (None, attribute, None) if original is None else (owner, attribute, original)
+
+    def wrap(self, owner: Any, attribute: str, wrapper: Wrapper, seam: Seam, original: Any) -> Applied:
+        """Put a wrapper in place of `owner.attribute`, and of every name elsewhere that holds the same function."""
+        wrapped = SeamWrapper(original, wrapper)
+        inherited = isinstance(owner, type) and attribute not in vars(owner)
+        done = Applied(seam, original, wrapped, inherited)
+        setattr(owner, attribute, wrapped)
+        done.places.append((owner, attribute))
+        if not isinstance(owner, type):
+            done.places += sweep(original, wrapped)
+        return done
+
+    def wrap_class(self, cls: type, attribute: str, wrapper: Wrapper) -> None:
+        """Wrap a method of a class met at run time (a model class, a loader class). Twice is once."""
+        with self._lock:
+            own = vars(cls).get(attribute)
+            if isinstance(own, SeamWrapper) or not self.active:
+                return
+            original = own
+            if original is None:
+                original = next((vars(b)[attribute] for b in cls.__mro__ if attribute in vars(b)), None)
+            if original is None:
+                return
+            while isinstance(original, SeamWrapper):  # inherited from a class that is wrapped: go to the function
+                original = original.__wrapped__
+            seam = Seam(f"{cls.__qualname__}.{attribute}", cls.__module__, f"{cls.__qualname__}.{attribute}", wrapper)
+            self.classes.append(self.wrap(cls, attribute, wrapper, seam, original))
+
+    def undo(self) -> None:
+        """Every attribute identical to what it was; wrappers of inherited methods deleted; hooks inert."""
+        with self._lock:
+            self.active = False
+            for done in [*reversed(self.classes), *reversed(list(self.applied.values()))]:
+                for owner, attribute in done.places:
+                    if vars(owner).get(attribute) is not done.wrapper:
+                        continue
+                    if done.inherited and isinstance(owner, type):
+                        delattr(owner, attribute)
+                    else:
+                        setattr(owner, attribute, done.original)
+                # Modules imported since then took the wrapper by name.
+                sweep(done.wrapper, done.original)
+            self.classes.clear()
+            self.applied.clear()
+            self.failures.clear()
+
+    def status(self) -> list[dict[str, Any]]:
+        """A row a seam: name, target, state, required, why."""
+        rows = []
+        for seam in self.seams:
+            if seam.name in self.applied:
+                state = "wrapped"
+            elif seam.name in self.failures:
+                state = self.failures[seam.name]
+            elif seam.module in sys.modules:
+                state = "not applied"
+            else:
+                state = "waiting for import" if _may_exist(seam.module) else "module absent in this version"
+            rows.append(
+                {"seam": seam.name, "target": f"{seam.module}:{seam.attribute}", "state": state,
+                 "required": seam.required, "why": seam.why}
+            )  # fmt: skip
+        return rows
+
+
+def sweep(old: Any, new: Any) -> list[tuple[Any, str]]:
+    """Replace `old` by `new` under every module-level name in the process. Returns where."""
+    places = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is not dict:
+            continue
+        for name, value in list(names.items()):
+            if value is old and not name.startswith("__wrapped"):
+                names[name] = new
+                places.append((module, name))
+    return places
+
+
+def _may_exist(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    if parent not in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

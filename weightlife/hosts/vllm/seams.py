@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each wrapper of vLLM does: a few lines that hand over to the lifecycle. The table is in `table.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weightlife import errors
+from weightlife._engine import guard, lifecycle
+from weightlife._engine.lifecycle import Lifecycle
+from weightlife.hosts import runtime
+from weightlife.hosts.vllm.adapter import VllmHost
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _ready(model: Any) -> Lifecycle | None:
+    """The lifecycle of a model that weightlife manages now, or None (observe mode, unknown, first load)."""
+    life = lifecycle.of(model)
+    if life is None or life.status == "observed" or runtime.settings().mode == "observe":
+        return None
+    return life
+
+
+# -- construction and first load -------------------------------------------------------------------------------
+
+
+def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """After construction: remember what the constructor made."""
+    model = wrapped(*args, **kwargs)
+    vllm_config = _argument(args, kwargs, 0, "vllm_config")
+    model_config = kwargs.get("model_config") or vllm_config.model_config
+    load_config = vllm_config.load_config
+    device = torch.device(load_config.device or vllm_config.device_config.device)
+    for child in model.modules():
+        if child is not model:
+            lifecycle.forget(child)  # a model inside a model has no life of its own
+    host = VllmHost(model, vllm_config, model_config, device)
+    provisional = str(load_config.load_format) in ("dummy", "LoadFormat.DUMMY")
+    Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
+    runtime.patcher().wrap_class(type(model), "load_weights", load_weights)
+    return model
+
+
+def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Every call of a model's `load_weights`, from the host or from a client."""
+    life = _ready(instance)
+    if life is None:
+        return wrapped(*args, **kwargs)
+    if args:
+        weights, rest = args[0], args[1:]
+        return life.load_weights(lambda stream: wrapped(stream, *rest, **kwargs), weights)
+    name = "weights" if "weights" in kwargs else next(iter(kwargs), "weights")
+    others = {key: value for key, value in kwargs.items() if key != name}
+    return life.load_weights(lambda stream: wrapped(**{name: stream}, **others), kwargs.get(name, ()))
+
+
+def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The whole-model pass: the end of a first load; later an end mark, never a second processing."""
+    life = _ready(_argument(args, kwargs, 0, "model"))
+    if life is None or life.is_inside():
+        return wrapped(*args, **kwargs) if life is None else None
+    if life.first is not None:
+        return life.first.process(lambda: wrapped(*args, **kwargs))
+    if life.session is not None and not life.session.explicit:
+        life.finish("process_weights_after_loading")
+    return None
+
+
+def load_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A loader that forgot the processing gets it done."""
+    model = wrapped(*args, **kwargs)
+    life = _ready(model)
+    if life is not None and life.first is not None and isinstance(life.host, VllmHost):
+        from vllm.model_executor.model_loader import utils
+
+        life.note(f"{type(instance).__name__} returned a model that was not processed: processing it now")
+        with life.entered():
+            utils.process_weights_after_loading(model, life.host.model_config, life.host.device)
+        model.eval()
+    return model
+
+
+def get_model_loader(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Loaders that override `load_model`, third-party ones included, are wrapped when they are first used."""
+    loader = wrapped(*args, **kwargs)
+    runtime.patcher().wrap_class(type(loader), "load_model", load_model)
+    return loader
+
+
+# -- reload ----------------------------------------------------------------------------------------------------
+
+_CONFIG_FIELDS = ("model", "model_weights", "revision")
+
+
+def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A runner's reload: one session round the whole call."""
+    life = _ready(instance.get_model())
+    if life is None or (life.session is not None and life.session.whole):
+        return wrapped(*args, **kwargs)
+    kernel_format = not kwargs.get("is_checkpoint_format", args[2] if len(args) > 2 else True)
+    path = kwargs.get("weights_path", args[1] if len(args) > 1 else None)
+    iterator = kwargs.get("weights_iterator", args[0] if args else None)
+    config = getattr(life.host, "model_config", None)
+    saved = {name: getattr(config, name) for name in _CONFIG_FIELDS if hasattr(config, name)}
+    source = "iterator" if iterator is not None else str(path or saved.get("model", "disk"))
+    if kernel_format and life.plan.rebuild:
+        first = next(layer for layer in life.plan.layers.values() if layer.strategy == "rebuild")
+        raise errors.RefusedLayerError(
+            "weights in kernel format cannot be loaded: processing keeps state that they do not carry "
+            f"({first.reason})", model=life.name, layer=first.path,
+            hint="reload in checkpoint format (is_checkpoint_format=True)",
+        )  # fmt: skip
+    with life.owned("reload_weights"):
+        _end_implicit(life)
+        session = life.open(
+            "reload_weights", "kernel_format" if kernel_format else "reload", True,
+            life.settings.partial_disk, source,
+        )  # fmt: skip
+        session.whole = True
+        try:
+            if kernel_format:
+                with session.inside(), torch.no_grad():
+                    out = session.write_directly(lambda: wrapped(*args, **kwargs))
+            else:
+                out = wrapped(*args, **kwargs)
+        except BaseException as error:
+            if not session.voted:
+                life.vote(False, session)
+            life.abort(error)
+            _restore(config, saved)
+            raise
+        try:
+            life.finish("reload_weights")
+        except BaseException:
+            _restore(config, saved)
+            raise
+    return out
+
+
+def _restore(config: Any, saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        setattr(config, name, value)
+
+
+def _end_implicit(life: Lifecycle) -> None:
+    """An implicit session left open ends where an explicit one begins: committed if whole, else dropped."""
+    session = life.session
+    if session is None or session.explicit:
+        return
+    try:
+        life.finish("the next update")
+    except errors.CompletenessError as error:
+        life.note(f"an incomplete update was dropped when another one began: {error}")
+
+
+def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The host's own begin, called by transfer engines and by clients: prepare."""
+    life = _ready(_argument(args, kwargs, 0, "model"))
+    if life is None or life.first is not None:
+        return wrapped(*args, **kwargs)
+    if life.session is not None and life.session.whole:
+        return None
+    with life.owned("initialize_layerwise_reload"):
+        _end_implicit(life)
+        session = life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
+        assert session.stage is not None
+        session.stage.allocate_all()
+    return None
+
+
+def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The host's own end: finish."""
+    life = _ready(_argument(args, kwargs, 0, "model"))
+    if life is None or life.first is not None:
+        return wrapped(*args, **kwargs)
+    if life.session is not None and life.session.whole:
+        return None
+    life.finish("finalize_layerwise_reload")
+    return None
+
+
+# -- the worker ------------------------------------------------------------------------------------------------
+
+
+def _worker_lives(worker: Any) -> list[Lifecycle]:
+    runner = getattr(worker, "model_runner", None)
+    if runner is None:
+        return []
+    found = []
+    for name in ("get_model", "get_draft_model"):
+        getter = getattr(runner, name, None) or getattr(worker, name, None)
+        try:
+            life = lifecycle.of(getter()) if getter is not None else None
+        except (AttributeError, RuntimeError, ValueError, NotImplementedError):
+            life = None  # no model yet, or a runner without a drafter
+        if life is not None and life.status == "ready":
+            found.append(life)
+    return found
+
+
+def update_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A failed chunk ends the update: A serves, and the next start is clean."""
+    try:
+        return wrapped(*args, **kwargs)
+    except BaseException as error:
+        for life in _worker_lives(instance):
+            life.abort(error)
+        raise
+
+
+def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A refused finish must not leave the worker believing that an update is still running."""
+    try:
+        return wrapped(*args, **kwargs)
+    except BaseException as error:
+        for life in _worker_lives(instance):
+            life.abort(error)
+        if getattr(instance, "_weight_update_active", False):
+            instance._weight_update_active = False
+            engine = getattr(instance, "weight_transfer_engine", None)
+            reset = getattr(engine, "reset_weight_update_target", None)
+            if reset is not None:
+                reset()
+        raise
+
+
+def execute_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A batch: the guard decides what it sees."""
+    if lifecycle.OpenSessions.count == 0:
+        return wrapped(*args, **kwargs)
+    batch = _argument(args, kwargs, 0, "scheduler_output")
+    tokens = getattr(batch, "total_num_scheduled_tokens", 1)
+    kind = guard.Pass.REAL if tokens > 0 else guard.Pass.DUMMY
+    return guard.guarded(_worker_lives(instance), kind, lambda: wrapped(*args, **kwargs))
+
+
+def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A pass that changes nothing (dummy batch, warm-up) or the second half of one (sampling): runs on A."""
+    if lifecycle.OpenSessions.count == 0:
+        return wrapped(*args, **kwargs)
+    return guard.guarded(_worker_lives(instance), guard.Pass.DUMMY, lambda: wrapped(*args, **kwargs))

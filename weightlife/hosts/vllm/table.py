@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM is wrapped: the table of seams. `weightlife.status()` prints it with what was found.
+
+Wrappers are named, not imported: torch and the engine are loaded when the first of them is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from weightlife.hosts.patching import Seam
+
+
+def _late(name: str) -> Any:
+    def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(importlib.import_module("weightlife.hosts.vllm.seams"), name)(wrapped, instance, args, kwargs)
+
+    wrapper.__name__ = name
+    return wrapper
+
+
+_LOADER = "vllm.model_executor.model_loader"
+_WORKER = "vllm.v1.worker.gpu_worker"
+
+SEAMS = [
+    Seam("initialize_model", f"{_LOADER}.utils", "initialize_model", _late("initialize_model"), True,
+         why="the constructor's state"),
+    Seam("process_weights_after_loading", f"{_LOADER}.utils", "process_weights_after_loading",
+         _late("process_weights_after_loading"), True, why="first processing; later an end mark"),
+    Seam("load_model", f"{_LOADER}.base_loader", "BaseModelLoader.load_model", _late("load_model"), True,
+         why="every loader processes"),
+    Seam("get_model_loader", _LOADER, "get_model_loader", _late("get_model_loader"), why="loaders that override load_model"),
+    Seam("reload_weights", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", _late("reload_weights"), True,
+         why="reload by path or iterator (V1 runner)"),
+    Seam("reload_weights_v2", "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.reload_weights", _late("reload_weights"),
+         since="0.22", why="reload by path or iterator (V2 runner)"),
+    Seam("initialize_layerwise_reload", f"{_LOADER}.reload.layerwise", "initialize_layerwise_reload",
+         _late("initialize_layerwise_reload"), True, why="begin of an update"),
+    Seam("finalize_layerwise_reload", f"{_LOADER}.reload.layerwise", "finalize_layerwise_reload",
+         _late("finalize_layerwise_reload"), True, why="end of an update"),
+    Seam("update_weights", _WORKER, "Worker.update_weights", _late("update_weights"), why="a failed chunk aborts"),
+    Seam("finish_weight_update", _WORKER, "Worker.finish_weight_update", _late("finish_weight_update"), since="0.21",
+         why="a refused finish resets the worker"),
+    Seam("execute_model", _WORKER, "Worker.execute_model", _late("execute_model"), True, why="the guard"),
+    Seam("sample_tokens", _WORKER, "Worker.sample_tokens", _late("run_on_a"), why="the guard, second half of a batch"),
+    Seam("execute_dummy_batch", _WORKER, "Worker.execute_dummy_batch", _late("run_on_a"), why="the guard, idle ranks"),
+]  # fmt: skip
+
