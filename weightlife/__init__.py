@@ -15,7 +15,8 @@ from weightlife import errors
 from weightlife._version import __version__
 
 if TYPE_CHECKING:
-    from weightlife._api import install, last_report, observe, status, uninstall
+    from weightlife._api import install, last_report, last_reports, observe, status, uninstall
+    from weightlife._session import session, watch, wrap_loader
 
 _LAZY = {
     "install": "weightlife._api",
@@ -23,9 +24,16 @@ _LAZY = {
     "observe": "weightlife._api",
     "status": "weightlife._api",
     "last_report": "weightlife._api",
+    "last_reports": "weightlife._api",
+    "session": "weightlife._session",
+    "watch": "weightlife._session",
+    "wrap_loader": "weightlife._session",
 }
 
-__all__ = ["__version__", "errors", "install", "last_report", "observe", "status", "uninstall"]
+__all__ = [
+    "__version__", "errors", "install", "last_report", "last_reports", "observe", "session", "status", "uninstall", "watch",
+    "wrap_loader",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -130,8 +130,25 @@ def observe(on: bool = True) -> None:
         runtime.set_runtime(wanted, runtime.patcher())
 
 
-def status() -> dict[str, Any]:
-    """This process: version, mode, settings, seams (wrapped, absent, waiting), models and what is only observed."""
+def status(target: Any = None) -> dict[str, Any]:
+    """This process: version, mode, settings, seams (wrapped, absent, waiting), models and what is only observed.
+
+    Args:
+        target: an `LLM` or engine; its workers' status comes under `workers`, one record a rank.
+
+    Raises:
+        HandshakeError: a worker runs without weightlife.
+    """
+    out = local_status()
+    if target is not None:
+        from weightlife.hosts.vllm import remote
+
+        out["workers"] = remote.ask(target, "status")
+    return out
+
+
+def local_status() -> dict[str, Any]:
+    """The status of this process alone, as plain data."""
     import sys
 
     out: dict[str, Any] = {
@@ -175,16 +192,37 @@ NOT_COVERED = (
 )
 
 
-def last_report(target: Any) -> LoadReport | None:
-    """The report of the last load of a model: a module, an `LLM`, an engine, a worker or a runner (in process).
+def last_reports(target: Any) -> list[LoadReport]:
+    """The report of the last load, one a rank: `target` is a module, `LLM`, engine, worker or runner.
 
     Raises:
-        NotInstalledError: weightlife is not installed, or the model was built before it was.
+        NotInstalledError: the model was built without weightlife. HandshakeError: a worker runs without it.
     """
     from weightlife._engine import lifecycle
     from weightlife._models import find_model
+    from weightlife.report import LoadReport as Report
 
-    life = lifecycle.of(find_model(target))
+    try:
+        model = find_model(target)
+    except errors.HostError:
+        from weightlife.hosts.vllm import remote
+
+        if remote.engine_of(target) is None:
+            raise
+        return [Report.from_dict(reports[-1]) for reports in remote.ask(target, "reports") if reports]
+    life = lifecycle.of(model)
     if life is None:
         raise errors.NotInstalledError("this model was not built under weightlife")
-    return life.reports[-1] if life.reports else None
+    return [life.reports[-1]] if life.reports else []
+
+
+def last_report(target: Any) -> LoadReport | None:
+    """The report of the last load as rank 0 saw it, or the first rank's that differs in outcome.
+
+    Raises:
+        as `last_reports`.
+    """
+    reports = last_reports(target)
+    if not reports:
+        return None
+    return next((report for report in reports if report.outcome != reports[0].outcome), reports[0])

@@ -44,7 +44,7 @@ def _settle_implicit(life: Lifecycle) -> None:
     session = life.session
     assert session is not None
     try:
-        session.check_half_touched()
+        session.check_ready()
     except errors.CompletenessError as error:
         session.waited_batches += 1
         if not session.warned:
@@ -68,7 +68,7 @@ def _settle_implicit(life: Lifecycle) -> None:
 
 def _refuse(life: Lifecycle) -> errors.WeightlifeError | None:
     if life.poisoned:
-        return errors.PoisonedModelError("a failed update left weights that must not serve", model=life.name)
+        return errors.PoisonedModelError(life.poisoned, model=life.name)
     session = life.session
     if session is None or session.settings.isolation == "staged":
         return None
@@ -77,27 +77,34 @@ def _refuse(life: Lifecycle) -> errors.WeightlifeError | None:
     )
 
 
-def guarded(lives: Iterable[Lifecycle], kind: Pass, call: Callable[[], Any]) -> Any:
-    """Run a pass under the guard.
+@contextmanager
+def entering(lives: Iterable[Lifecycle], kind: Pass) -> Iterator[None]:
+    """The length of a pass: what it meets is settled before, the right generation shown during it.
 
     Raises:
         PoisonedModelError, EngineNotPausedError: the pass must not run. Hosts turn them into an answer that does not
         kill the engine.
     """
     if OpenSessions.count == 0:
-        return call()
+        yield
+        return
     with ExitStack() as stack:
         for life in lives:
             stack.enter_context(life.passing())
-            if kind is Pass.REAL and not life.poisoned:
+            if life.is_inside():
+                continue  # a pass of the load itself (a hook that runs a layer): it sees what is being made
+            if kind is Pass.REAL:
                 session = life.session
-                if session is not None and not session.explicit and session.settings.isolation == "staged":
+                if session is not None and not session.explicit:
                     _settle_implicit(life)
-                elif session is not None and not session.explicit:
-                    session.check_half_touched()
-                    life.finish("the next batch")
-            error = _refuse(life)
-            if error is not None and kind is Pass.REAL:
-                raise error
+                error = _refuse(life)
+                if error is not None:
+                    raise error
             stack.enter_context(showing_a(life))
+        yield
+
+
+def guarded(lives: Iterable[Lifecycle], kind: Pass, call: Callable[[], Any]) -> Any:
+    """Run a pass under the guard."""
+    with entering(lives, kind):
         return call()

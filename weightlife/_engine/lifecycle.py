@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ranks
+from weightlife._engine import ranks, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import NOTE, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest
 from weightlife._engine.session import WeightLoadSession
-from weightlife._engine.skeleton import Skeleton, view_on
+from weightlife._engine.skeleton import Skeleton, storage_key, view_on
 from weightlife._engine.slots import RESERVED_ATTRIBUTE
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
@@ -31,6 +31,7 @@ from weightlife.report import LoadReport
 current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session", default=None)
 """The session that the running call belongs to: set only while a call is inside the lifecycle."""
 
+_owners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
 _registry: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
 
 
@@ -79,15 +80,19 @@ class Lifecycle:
         self.context = LoadContext.current()
         self.session: WeightLoadSession | None = None
         self.failed: errors.WeightlifeError | None = None
-        self.poisoned = False
+        self.poisoned = ""  # why the model must not serve
         self.unsafe = False
         self.committing = False
         self.generation = 0
         self.reports: deque[LoadReport] = deque(maxlen=32)
+        self.contract: dict[tuple[int, slots.Key], tuple[int, int | None, torch.Size]] = {}
         self.keep_alive: list[torch.UntypedStorage] = []
         self._lock = threading.RLock()
         self._owner = ""
+        self.passes: list[ExitStack] = []  # forward passes of a plain module that are running
         self.votes = ranks.Ballot(host)
+        for module in model.modules():
+            _owners[module] = weakref.ref(self)
         vars(model)[RESERVED_ATTRIBUTE] = self
         _registry[id(model)] = self
 
@@ -172,6 +177,8 @@ class Lifecycle:
                 f"{opened_by} wants to begin while {other.opened_by if other else 'a load'} is open",
                 model=self.name, session=other.id if other else "",
             )  # fmt: skip
+        if self.poisoned:
+            partial = "forbid"  # there is no A to keep: only a complete update heals
         session = WeightLoadSession(self, opened_by, operation, explicit, partial, source)
         self.failed = None
         self.unsafe = False
@@ -189,8 +196,7 @@ class Lifecycle:
         """Called by a session that ended: keep its report, free the place."""
         if self.session is session:
             self.session = None
-            if not self.poisoned:
-                OpenSessions.count -= 1
+            OpenSessions.count -= 1
         session.report.generation = self.generation
         self.reports.append(session.report)
         self.log.info("%s", session.report.summary_line())
@@ -207,6 +213,9 @@ class Lifecycle:
                 raise failed
             session = self.session
             if session is None:
+                changed = self.contract_changed()
+                if changed is not None:
+                    return self.stand_aside(changed, load, weights)
                 session = self.open("load_weights", "implicit", False, self.settings.partial_update)
             token = current.set(session)
             try:
@@ -253,9 +262,52 @@ class Lifecycle:
         if session is None:
             return
         if self.unsafe or self.committing:
-            self.poisoned = True
+            self.poison(f"an update failed where it could not be undone: {type(error).__name__}: {error}")
         self.committing = False
         session.abort(error)
+
+    def poison(self, reason: str) -> None:
+        """There is no generation that may serve: refuse passes until a complete update commits."""
+        if not self.poisoned:
+            OpenSessions.count += 1
+        self.poisoned = reason
+        self.note(f"{self.name} must not serve: {reason}")
+
+    def lost(self, reason: str) -> None:
+        """The weights are gone (a level-2 sleep). An open update is dropped."""
+        self.abort(errors.SessionFailedError(reason, model=self.name))
+        self.poison(reason)
+
+    # -- the contract ------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Remember which tensor stands in every parameter and buffer slot."""
+        self.contract = {
+            (id(module), key): (id(value), storage_key(value), value.shape)
+            for module in self.model.modules()
+            for key, value in slots.read(module).items()
+            if key[0] in ("param", "buffer") and isinstance(value, torch.Tensor)
+        }
+
+    def contract_changed(self, only: torch.nn.Module | None = None) -> str | None:
+        """The first slot that no longer holds what was sealed, or None: somebody else is at work on the model."""
+        for path, module in self.model.named_modules() if only is None else [("", only)]:
+            for key, value in slots.read(module).items():
+                if key[0] not in ("param", "buffer") or not isinstance(value, torch.Tensor):
+                    continue
+                if self.contract.get((id(module), key)) != (id(value), storage_key(value), value.shape):
+                    return slots.step(path, key)
+        return None
+
+    def stand_aside(self, changed: str, load: Callable[[Any], Any], weights: Any) -> Any:
+        """A client with a lifecycle of its own re-created parameters: its load runs as it is, and the report says so."""
+        report = LoadReport(
+            model=self.name, operation="implicit", opened_by="load_weights", outcome="observed",
+            generation=self.generation, versions=self.host.versions(),
+            notes=[f"{changed} was re-created by the caller, who processes it too: not managed"],
+        )  # fmt: skip
+        self.reports.append(report)
+        return load(weights)
 
     def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
         """Compare this rank's outcome with the others'.
@@ -274,6 +326,7 @@ class Lifecycle:
         self.plan, self.manifest = plan, manifest
         self.first = None
         self.status = "ready"
+        self.seal()
         report.generation = self.generation
         self.reports.append(report)
         self.log.info("%s", report.summary_line())
@@ -282,8 +335,9 @@ class Lifecycle:
         """After a commit: a new generation, and what it teaches."""
         self.generation += 1
         if self.poisoned:
-            self.poisoned = False
+            self.poisoned = ""
             OpenSessions.count -= 1
+        self.seal()
         if not self.manifest.provisional or session.kernel_format or session.stage is None:
             return
         written = {n: t for n, t in session.stage.by_number.items() if t.written}
@@ -360,6 +414,12 @@ def of(model: Any) -> Lifecycle | None:
     return found if isinstance(found, Lifecycle) else None
 
 
+def owner_of(layer: torch.nn.Module) -> Lifecycle | None:
+    """The lifecycle of the model that a layer is part of."""
+    found = _owners.get(layer)
+    return None if found is None else found()
+
+
 def all_lifecycles() -> list[Lifecycle]:
     """Every live model's lifecycle in this process."""
     return list(_registry.values())
@@ -374,4 +434,4 @@ def forget(model: torch.nn.Module) -> None:
         _registry.pop(id(model), None)
 
 
-__all__ = ["Lifecycle", "OpenSessions", "all_lifecycles", "current", "footprint", "forget", "of"]
+__all__ = ["Lifecycle", "OpenSessions", "all_lifecycles", "current", "forget", "of", "owner_of"]

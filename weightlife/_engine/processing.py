@@ -27,6 +27,7 @@ def run(
     wanted: Callable[[torch.nn.Module], bool],
     before_layer: Callable[[torch.nn.Module], None],
     phase: Callable[[str], object],
+    on_layer: Callable[[str, str, float], object],
 ) -> Processed:
     """Process the `wanted` layers in the host's order.
 
@@ -46,6 +47,7 @@ def run(
         done.calls[kind] = done.calls.get(kind, 0) + 1
         if path:
             done.layers.append((path, hook, spent))
+            on_layer(path, hook, spent)
 
     phase("process_quant")
     host.before_processing()

@@ -18,7 +18,7 @@ import torch
 from weightlife import errors
 from weightlife._engine import ledger, processing, storage
 from weightlife._engine import manifest as manifests
-from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, VIOLATION, bus
+from weightlife._engine.events import LAYER_PROCESSED, PHASE_END, PHASE_START, SESSION_END, SESSION_START, VIOLATION, bus
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Received
 from weightlife._engine.receive import CustomOperators, Receiver, Track, region_of
@@ -195,6 +195,11 @@ class WeightLoadSession:
                     raise hidden from None
                 raise
 
+    def write_directly(self, call: Callable[[], Any]) -> Any:
+        """Run a call of the host that writes parameters itself, without a loader. Use it `inside()`."""
+        self.state = State.RECEIVING
+        return call()
+
     def _begin_tensor(self, name: Any, tensor: Any) -> None:
         self.current_name = str(name)
         known = isinstance(tensor, torch.Tensor)
@@ -370,11 +375,11 @@ class WeightLoadSession:
             raise_as(message, model=life.name, layer=layer, tensors=names, session=self.id), "strict"
         )
 
-    def check_half_touched(self) -> None:
-        """Whether every touched layer that is rebuilt arrived whole.
+    def check_ready(self) -> None:
+        """Whether the next pass may be the end of this session: its touched layers are whole.
 
         Raises:
-            HalfTouchedLayerError: one did not.
+            HalfTouchedLayerError, MissingTensorError: they are not.
         """
         if not self.life.manifest.provisional:
             violations = len(self.report.violations)
@@ -415,6 +420,9 @@ class WeightLoadSession:
             lambda layer: id(layer) in touched or id(layer) in derived,
             lambda layer: None,
             self.phase,
+            lambda path, hook, seconds: bus.emit(
+                LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds
+            ),
         )  # fmt: skip
         self.report.notes += [f"{len(idle)} rebuilt layers untouched: kept as they were"] if idle else []
         for path, hook, seconds in sorted(done.layers, key=lambda item: -item[2])[:8]:

@@ -42,6 +42,7 @@ class Seam:
     since: str = ""
     until: str = ""
     why: str = ""
+    adds: bool = False  # a new attribute: the wrapper itself is put there, and deleted again
 
 
 class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
@@ -105,6 +106,11 @@ class Patcher:
             if seam.module != module.__name__ or seam.name in self.applied:
                 continue
             owner, attribute, original = self._resolve(module, seam)
+            if seam.adds and owner is not None:
+                if original is None:
+                    setattr(owner, attribute, seam.wrapper)
+                    self.applied[seam.name] = Applied(seam, None, seam.wrapper, True, [(owner, attribute)])
+                continue
             if owner is None:
                 self.failures[seam.name] = f"absent in this version: {seam.module}:{seam.attribute}"
                 continue
@@ -123,7 +129,7 @@ class Patcher:
             for base in owner.__mro__:
                 if attribute in vars(base):
                     return owner, attribute, vars(base)[attribute]
-            return None, attribute, None
+            return (owner if seam.adds else None), attribute, None
         original = vars(owner).get(attribute)
         return (None, attribute, None) if original is None else (owner, attribute, original)
 
@@ -166,8 +172,8 @@ class Patcher:
                         delattr(owner, attribute)
                     else:
                         setattr(owner, attribute, done.original)
-                # Modules imported since then took the wrapper by name.
-                sweep(done.wrapper, done.original)
+                if not done.seam.adds and not isinstance(done.places[0][0], type):
+                    sweep(done.wrapper, done.original)  # modules imported since then took the wrapper by name
             self.classes.clear()
             self.applied.clear()
             self.failures.clear()

@@ -50,8 +50,24 @@ DEFAULT_TIMEOUT: Final = 600.0
 """Seconds after which a job is ended."""
 
 
+KEEP: Final[list[Any]] = []
+"""Engines that a fork need not shut down (a second each): the process ends without farewell."""
+
+
 class JobError(RuntimeError):
-    """A job raised, crashed or took too long; the message holds the end of its output."""
+    """A job raised, crashed or took too long.
+
+    Attributes:
+        how: exit status, signal name or "timeout".
+        output: the end of what it printed.
+        progress: what it had noted in its scratch folder before, or None.
+    """
+
+    def __init__(self, message: str, how: str = "", output: str = "", progress: Any = None) -> None:
+        super().__init__(message)
+        self.how = how
+        self.output = output
+        self.progress = progress
 
 
 class Server:
@@ -194,6 +210,7 @@ def measure(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     os.environ[oracle.POISON_VARIABLE] = "1"
     oracle.poison()
     llm = LLM(**oracle.engine_arguments(folder, **kwargs))
+    KEEP.append(llm)
     return oracle.fingerprint(llm)
 
 
@@ -228,12 +245,10 @@ def _answer(status: int | str, scratch: Path, job: dict[str, Any]) -> Any:
         return json.loads(result.read_text())
     output = scratch / "output"
     tail = output.read_text(errors="replace")[-6000:] if output.exists() else ""
-    how = status
-    if isinstance(status, int) and status < 0:
-        how = signal.Signals(-status).name
-    partial = scratch / "progress"
-    so_far = f"\nprogress: {partial.read_text()}" if partial.exists() else ""
-    raise JobError(f"job {job['call']} ended with {how}{so_far}\n{tail}")
+    how = signal.Signals(-status).name if isinstance(status, int) and status < 0 else str(status)
+    noted = scratch / "progress"
+    progress = json.loads(noted.read_text()) if noted.exists() else None
+    raise JobError(f"job {job['call']} ended with {how}\n{tail}", how, tail, progress)
 
 
 def _perform(order: dict[str, Any]) -> None:
@@ -277,6 +292,17 @@ def _wait(child: int, timeout: float) -> int | str:
         pause = min(pause * 1.5, 0.1)
 
 
+def _spare_time() -> None:
+    """Leave out what costs every child seconds and touches no weight. Only in the server of eager jobs."""
+    import torch._dynamo.config
+    from vllm.model_executor.models import registry
+
+    # The sampler counts ranks in a compiled helper: 1.7 s to compile, also from a warm cache.
+    torch._dynamo.config.disable = True
+    # vLLM inspects a model class in a child interpreter (7 s) to keep CUDA out of its own: none here.
+    registry._run_in_subprocess = lambda function: function()
+
+
 def _serve() -> None:
     import gc
 
@@ -284,8 +310,7 @@ def _serve() -> None:
     os.dup2(2, 1)  # what imports print must not be taken for a reply
     for name in _MODULES:
         importlib.import_module(name)
-    import torch._dynamo  # noqa: F401  (a second otherwise, in each child)
-
+    _spare_time()
     gc.collect()
     gc.freeze()  # children collect their own garbage, not a million objects of the imports
     for line in sys.stdin:

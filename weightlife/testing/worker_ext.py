@@ -74,6 +74,12 @@ class TestWorkerExtension:
 
         reload.finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
 
+    def weightlife_test_zero_kv_cache(self) -> None:
+        """Forget what NaN weights left in the KV cache, so that the next verdict stands for itself."""
+        for entry in self.model_runner.kv_caches:
+            for tensor in entry if isinstance(entry, list | tuple) else (entry,):
+                tensor.zero_()
+
     def weightlife_test_process(self) -> None:
         """The end mark of verl and NeMo-RL: module-level processing of the whole, processed model."""
         from vllm.config import set_current_vllm_config

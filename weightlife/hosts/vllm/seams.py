@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from weightlife import errors
 from weightlife._engine import guard, lifecycle
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
+from weightlife.hosts.vllm import remote
 from weightlife.hosts.vllm.adapter import VllmHost
 
 Args = tuple[Any, ...]
@@ -45,8 +47,24 @@ def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) ->
     host = VllmHost(model, vllm_config, model_config, device)
     provisional = str(load_config.load_format) in ("dummy", "LoadFormat.DUMMY")
     Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
-    runtime.patcher().wrap_class(type(model), "load_weights", load_weights)
+    patcher = runtime.patcher()
+    patcher.wrap_class(type(model), "load_weights", load_weights)
+    for layer in model.modules():
+        if host.layer_hook(layer) is not None:
+            patcher.wrap_class(type(layer.quant_method), "process_weights_after_loading", process_layer)
     return model
+
+
+def process_layer(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A quant hook. Outside of a session, on a layer that is in kernel format, it would process it twice."""
+    layer = _argument(args, kwargs, 0, "layer")
+    life = lifecycle.owner_of(layer) if isinstance(layer, torch.nn.Module) else None
+    if life is None or life.status != "ready" or life.is_inside() or runtime.settings().mode == "observe":
+        return wrapped(*args, **kwargs)
+    if life.session is None and life.contract_changed(layer) is None:
+        life.note(f"{type(instance).__name__} was asked to process a layer of {life.name} twice: not done")
+        return None
+    return wrapped(*args, **kwargs)
 
 
 def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -71,6 +89,8 @@ def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwarg
         return life.first.process(lambda: wrapped(*args, **kwargs))
     if life.session is not None and not life.session.explicit:
         life.finish("process_weights_after_loading")
+    elif life.session is None and life.contract_changed() is not None:
+        return wrapped(*args, **kwargs)  # a client that re-created parameters processes them itself
     return None
 
 
@@ -232,6 +252,67 @@ def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs
         raise
 
 
+def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Level 2 drops the weights: there is no A until a complete update commits."""
+    level = kwargs.get("level", args[0] if args else 1)
+    out = wrapped(*args, **kwargs)
+    for life in _worker_lives(instance):
+        weights_sleep(life, level)
+    return out
+
+
+def weights_sleep(life: Lifecycle, level: int) -> None:
+    """What a sleep means for one model."""
+    if isinstance(life.host, VllmHost):
+        life.host.asleep = True
+    if level >= 2:
+        life.lost("a level-2 sleep dropped the weights")
+
+
+def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Awake again, if the weights are among what wakes."""
+    tags = kwargs.get("tags", args[0] if args else None)
+    out = wrapped(*args, **kwargs)
+    if not tags or "weights" in tags:
+        for life in _worker_lives(instance):
+            if isinstance(life.host, VllmHost):
+                life.host.asleep = False
+    return out
+
+
+def engine_step(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A batch that the guard refused ends its requests with an error; the engine lives on."""
+    try:
+        return wrapped(*args, **kwargs)
+    except Exception as error:
+        refusal = error if isinstance(error, errors.WeightlifeError) else errors.from_message(str(error))
+        if not isinstance(refusal, (errors.PoisonedModelError, errors.EngineNotPausedError)):
+            raise
+        logging.getLogger("weightlife").error("requests were refused: %s", refusal)
+        return fail_requests(instance), False
+
+
+def fail_requests(core: Any) -> dict[int, Any]:
+    """End every request of an engine core with finish reason `error`. Returns its outputs by client."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    queue = getattr(core, "batch_queue", None)
+    if queue:
+        queue.clear()
+    outputs: dict[int, Any] = {}
+    requests = list(core.scheduler.requests.values())
+    ids = [request.request_id for request in requests]
+    core.scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
+    for request in requests:
+        outputs.setdefault(request.client_index, []).append(
+            EngineCoreOutput(
+                request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
+            )
+        )
+    return {client: EngineCoreOutputs(outputs=items) for client, items in outputs.items()}
+
+
 def execute_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A batch: the guard decides what it sees."""
     if lifecycle.OpenSessions.count == 0:
@@ -247,3 +328,18 @@ def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if lifecycle.OpenSessions.count == 0:
         return wrapped(*args, **kwargs)
     return guard.guarded(_worker_lives(instance), guard.Pass.DUMMY, lambda: wrapped(*args, **kwargs))
+
+
+# -- the handshake ---------------------------------------------------------------------------------------------
+
+
+def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """The front end's engine stands: do its workers run weightlife?"""
+    wrapped(*args, **kwargs)
+    remote.shake_hands(instance, runtime.settings().handshake)
+
+
+def after_core(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """The engine core stands (an asynchronous front end can't ask from its constructor)."""
+    wrapped(*args, **kwargs)
+    remote.shake_hands(instance, runtime.settings().handshake)

@@ -20,6 +20,12 @@ def _late(name: str) -> Any:
     return wrapper
 
 
+def _answer(worker: Any, question: str, payload: dict[str, Any] | None = None) -> Any:
+    from weightlife.hosts.vllm import remote
+
+    return remote.answer(worker, question, payload)
+
+
 _LOADER = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.gpu_worker"
 
@@ -45,5 +51,16 @@ SEAMS = [
     Seam("execute_model", _WORKER, "Worker.execute_model", _late("execute_model"), True, why="the guard"),
     Seam("sample_tokens", _WORKER, "Worker.sample_tokens", _late("run_on_a"), why="the guard, second half of a batch"),
     Seam("execute_dummy_batch", _WORKER, "Worker.execute_dummy_batch", _late("run_on_a"), why="the guard, idle ranks"),
+    Seam("sleep", _WORKER, "Worker.sleep", _late("sleep"), why="level 2 leaves nothing that may serve"),
+    Seam("wake_up", _WORKER, "Worker.wake_up", _late("wake_up"), why="no update while asleep"),
+    Seam("engine_step", "vllm.v1.engine.core", "EngineCore.step", _late("engine_step"),
+         why="a refused batch does not kill the engine"),
+    Seam("engine_step_queue", "vllm.v1.engine.core", "EngineCore.step_with_batch_queue", _late("engine_step"),
+         why="a refused batch does not kill the engine"),
+    Seam("worker_rpc", "vllm.v1.worker.worker_base", "WorkerBase._weightlife_rpc", _answer, adds=True,
+         why="status and reports of workers"),
+    Seam("handshake", "vllm.v1.engine.llm_engine", "LLMEngine.__init__", _late("after_engine"),
+         why="workers run weightlife too"),
+    Seam("handshake_core", "vllm.v1.engine.core", "EngineCore.__init__", _late("after_core"),
+         why="workers run weightlife too"),
 ]  # fmt: skip
-

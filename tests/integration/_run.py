@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start one engine, reload it by several ways in turn, and say after each whether it is exact.
+
+    python tests/integration/_run.py --family mixtral --ways path,iterator --weightlife off
+    python tests/integration/_run.py --family qwen2 --ways all --storage adopted --compiled
+
+The tests call `execute` here, through `weightlife.testing._cold`, in a child process per engine: a crash
+fails one test, and nothing leaks into the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+
+
+def job(
+    family: str,
+    ways: Sequence[str],
+    root: Path,
+    *,
+    weightlife: dict[str, Any] | None = None,
+    start: str = "a",
+    engine: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The order for `_cold.run`.
+
+    Args:
+        weightlife: arguments of `weightlife.install`, or None for stock vLLM.
+        start: "a" to load checkpoint A first, "dummy" for `load_format="dummy"`.
+        engine: arguments of `LLM` that matter for the answer (they go to the cold load too).
+        environment: variables of the child and of the cold load.
+    """
+    return {
+        "call": "_run:execute",
+        "path": [str(HERE)],
+        "arguments": {
+            "family": family,
+            "ways": list(ways),
+            "root": str(root),
+            "weightlife": weightlife,
+            "start": start,
+            "engine": engine or {},
+            "environment": environment or {},
+        },
+        "environment": {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "WEIGHTLIFE_TESTING_CACHE": os.environ.get("WEIGHTLIFE_TESTING_CACHE", ""),
+            **(environment or {}),
+            **({"WEIGHTLIFE": "0"} if weightlife is None else {}),
+        },
+    }
+
+
+def execute(
+    family: str,
+    ways: list[str],
+    root: str,
+    weightlife: dict[str, Any] | None,
+    start: str,
+    engine: dict[str, Any],
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    """Run the order in this process; a list of verdicts, one a step, and facts about the engine."""
+    began = time.monotonic()
+    from weightlife.testing import _cold, checkpoints, oracle
+
+    folders = checkpoints.pair(family, Path(root))
+    want = {folder: oracle.cold(folder, environment=environment, **engine) for folder in folders}
+    os.environ[oracle.POISON_VARIABLE] = "1"
+    oracle.poison()
+    steps: list[dict[str, Any]] = []
+
+    started = time.monotonic()
+    if weightlife is not None:
+        import weightlife as product
+
+        product.install(**weightlife)
+    llm = _engine(folders.a, ways, start, engine)
+    _cold.KEEP.append(llm)
+    _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})
+    served = folders.a
+    if start == "a":
+        _step(steps, "first_load", llm, want[served], lambda: None)
+    for way in ways:
+        from ways import WAYS
+
+        target = folders.b if served == folders.a else folders.a
+        before = served
+        _step(steps, way, llm, want[target], lambda w=way, t=target, b=before: WAYS[w].run(llm, t, b))
+        served = target
+    return {"steps": steps, "seconds": round(time.monotonic() - began, 2), "facts": _facts()}
+
+
+def _engine(folder: Path, ways: list[str], start: str, engine: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    from weightlife.testing import oracle, transfer
+
+    more = dict(engine)
+    if "transfer" in ways:
+        more["weight_transfer_config"] = WeightTransferConfig(backend=transfer.BACKEND)
+    if start == "dummy":
+        more["load_format"] = "dummy"
+    return LLM(**oracle.engine_arguments(folder, **more))
+
+
+def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any], change: Any) -> None:
+    from weightlife.testing import oracle
+
+    started = time.monotonic()
+    _progress([*steps, {"step": name, "differences": ["the process ended here"], "seconds": 0.0}])
+    found: list[str] = []
+    try:
+        change()
+    except Exception as error:  # the verdict is the point: the next way may still work
+        found.append(f"raised {type(error).__name__}: {str(error)[:400]}")
+        traceback.print_exc()
+    changed = time.monotonic()
+    try:
+        found += oracle.differences(oracle.fingerprint(llm), want)
+    except Exception as error:
+        found.append(f"the engine raised {type(error).__name__}: {str(error)[:400]}")
+        traceback.print_exc()
+    done = time.monotonic()
+    verdict = {"step": name, "seconds": changed - started, "oracle_seconds": done - changed}
+    _note(steps, {**verdict, "count": len(found), "differences": found[:12]})
+    if found:  # NaN in old blocks would condemn every step that follows
+        llm.collective_rpc("weightlife_test_zero_kv_cache")
+
+
+def _note(steps: list[dict[str, Any]], verdict: dict[str, Any]) -> None:
+    steps.append(verdict)
+    _progress(steps)
+
+
+def _progress(steps: list[dict[str, Any]]) -> None:
+    scratch = os.environ.get("WEIGHTLIFE_TEST_SCRATCH")
+    if scratch:
+        (Path(scratch) / "progress").write_text(json.dumps(steps))
+
+
+def _facts() -> dict[str, Any]:
+    """What the compiler did in this process, for tests that require cache hits."""
+    from vllm.compilation.counter import compilation_counter
+
+    return {k: v for k, v in vars(compilation_counter).items() if isinstance(v, int) and v}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """A readable verdict a step."""
+    out = []
+    for step in result["steps"]:
+        wrong = step["differences"]
+        spent = f"{step['seconds']:6.2f} s + {step.get('oracle_seconds', 0.0):5.2f} s"
+        out.append(f"{'WRONG' if wrong else 'exact'}  {step['step']:<20} {spent}")
+        if wrong:
+            out += [f"         {d}" for d in wrong[: max(4, int(os.environ.get("SHOW", "4")))]]
+            if step.get("count", 0) > 4:
+                out.append(f"         ... {step['count']} differences in all")
+    return out
+
+
+def prepare(order: dict[str, Any]) -> None:
+    """Make the checkpoints and the cold fingerprints that the child will look up."""
+    from weightlife.testing import checkpoints, oracle
+
+    given = order["arguments"]
+    for folder in checkpoints.pair(given["family"], Path(given["root"])):
+        oracle.cold(folder, environment=given["environment"], **given["engine"])
+
+
+def run(order: dict[str, Any], *, fresh: bool | None = None, timeout: float = 300.0) -> dict[str, Any]:
+    """Run an order in a child; a crash comes back as a wrong last step, not as an exception."""
+    from weightlife.testing import _cold
+
+    given = order["arguments"]
+    prepare(order)
+    if fresh is None:
+        fresh = _cold.needs_fresh(given["engine"], given["environment"])
+    try:
+        answer: dict[str, Any] = _cold.run(order, fresh=fresh, timeout=timeout)
+    except _cold.JobError as error:
+        steps = error.progress or [{"step": "start", "seconds": 0.0, "differences": ["never began"]}]
+        if not steps[-1]["differences"]:
+            steps.append({"step": "after the last step", "seconds": 0.0, "differences": []})
+        steps[-1]["differences"] = [f"process ended with {error.how}"]
+        return {"steps": steps, "seconds": 0.0, "facts": {}, "output": error.output}
+    return answer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", required=True, help="a name, several with commas, or all")
+    parser.add_argument("--ways", default="all", help="names with commas, or all")
+    parser.add_argument("--weightlife", choices=("on", "off"), default="on")
+    parser.add_argument("--storage", default="pinned")
+    parser.add_argument("--isolation", default="staged")
+    parser.add_argument("--mode", default="enforce")
+    parser.add_argument("--each", action="store_true", help="a new engine for each way, not one after the other")
+    parser.add_argument("--start", choices=("a", "dummy"), default="a")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--processes", action="store_true", help="engine core in a process of its own")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--fresh", action="store_true", help="a new interpreter, not a fork of the server")
+    parser.add_argument("--output", action="store_true", help="show the end of a crashed child's output")
+    parser.add_argument("--here", action="store_true", help="run in this process (debugger, print)")
+    parser.add_argument("--root", default=str(REPOSITORY / ".cache" / "checkpoints"))
+    return parser
+
+
+def main() -> int:
+    """The command line; 1 when a step was not exact."""
+    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(REPOSITORY))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    os.environ.setdefault("WEIGHTLIFE_TESTING_CACHE", str(REPOSITORY / ".cache" / "oracle"))
+    from ways import WAYS
+
+    from weightlife.testing import _cold, checkpoints
+
+    options = _parser().parse_args()
+    chosen = list(checkpoints.FAMILIES) if options.family == "all" else options.family.split(",")
+    ways = list(WAYS) if options.ways == "all" else options.ways.split(",")
+    if options.start == "dummy":
+        ways = [w for w in ways if WAYS[w].dummy]
+    engine: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    if options.compiled:
+        engine["enforce_eager"] = False
+    if options.tensor_parallel > 1:
+        engine["tensor_parallel_size"] = options.tensor_parallel
+    if options.processes or options.tensor_parallel > 1:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    settings = {"mode": options.mode, "storage": options.storage, "isolation": options.isolation}
+    wrong = 0
+    for family, batch in itertools.product(chosen, [[w] for w in ways] if options.each else [ways]):
+        order = job(
+            family,
+            batch,
+            Path(options.root),
+            weightlife=settings if options.weightlife == "on" else None,
+            start=options.start,
+            engine=engine,
+            environment=environment,
+        )
+        if options.here:
+            os.environ.update(_cold._clean(os.environ) | order["environment"])
+            result = execute(**order["arguments"])
+        else:
+            result = run(order, fresh=True if options.fresh else None)
+        print(f"{family}  ({result['seconds']} s, weightlife {options.weightlife})", flush=True)
+        print("\n".join(lines(result)), flush=True)
+        if options.output and result.get("output"):
+            print(result["output"])
+        wrong += sum(bool(step["differences"]) for step in result["steps"])
+    sys.stdout.flush()
+    if options.here:
+        os._exit(1 if wrong else 0)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

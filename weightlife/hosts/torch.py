@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host protocol for a plain `torch.nn.Module`: no framework, the owner's own loader and hooks.
+
+A layer's hook is a callable method `process_weights_after_loading` on the module; the model's own hook is the same
+method on the root, run last. A layer whose class sets `deferred = True` is processed after all others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from weightlife._version import __version__
+
+HOOK = "process_weights_after_loading"
+
+
+class TorchHost:
+    """The protocol for one plain module.
+
+    Args:
+        model: the root module.
+        deferred: which layers run after all others; by default those with a true attribute `deferred`.
+        contexts: contexts in which loading and processing run.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        deferred: Callable[[torch.nn.Module], bool] | None = None,
+        contexts: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._deferred = deferred or (lambda layer: bool(getattr(layer, "deferred", False)))
+        self._contexts = contexts
+
+    def _hook(self, layer: torch.nn.Module) -> Callable[[], None] | None:
+        hook = getattr(layer, HOOK, None)
+        return hook if callable(hook) else None
+
+    def skip(self, obj: Any) -> bool:
+        """Nothing is process-wide here."""
+        return False
+
+    def layer_hook(self, layer: torch.nn.Module) -> str | None:
+        """The class of a layer with a hook that is neither deferred nor the root."""
+        if layer is self._model() or self._hook(layer) is None or self._deferred(layer):
+            return None
+        return type(layer).__name__
+
+    def process_layer(self, layer: torch.nn.Module) -> None:
+        """Run the layer's hook."""
+        hook = self._hook(layer)
+        assert hook is not None
+        hook()
+
+    def is_deferred(self, layer: torch.nn.Module) -> bool:
+        """Whether the layer has a hook and runs late."""
+        return layer is not self._model() and self._hook(layer) is not None and self._deferred(layer)
+
+    def process_deferred(self, layer: torch.nn.Module) -> None:
+        """Run a late hook."""
+        self.process_layer(layer)
+
+    def before_processing(self) -> None:
+        """Nothing comes before."""
+
+    def process_model(self) -> None:
+        """The root's own hook, last."""
+        model = self._model()
+        hook = None if model is None else self._hook(model)
+        if hook is not None:
+            hook()
+
+    def contexts(self) -> AbstractContextManager[Any]:
+        """The owner's contexts."""
+        return self._contexts()
+
+    def observe_reason(self) -> str | None:
+        """Always managed."""
+        return None
+
+    def refuse_reason(self, operation: str) -> str | None:
+        """Never refused."""
+        return None
+
+    def adoptable(self) -> str | None:
+        """The engine can't know who holds an address of a foreign module: on a CPU nothing captures one."""
+        model = self._model()
+        devices = {tensor.device.type for tensor in model.parameters()} if model is not None else set()
+        return None if devices <= {"cpu"} else "a captured graph may hold the present addresses"
+
+    def rank(self) -> tuple[int, int]:
+        """One process."""
+        return 0, 1
+
+    def exchange(self, words: list[int]) -> list[list[int]]:
+        """One process."""
+        return [words]
+
+    def versions(self) -> dict[str, str]:
+        """weightlife and torch."""
+        return {"weightlife": __version__, "torch": str(torch.__version__)}

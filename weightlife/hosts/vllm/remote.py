@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to workers: one reserved private method on the worker carries plain data both ways.
+
+vLLM refuses worker extensions whose attribute exists on `Worker`, so no public name is added there; it sends
+callables only with insecure serialisation, so method names and plain data travel.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from weightlife import errors
+from weightlife._version import __version__
+from weightlife.hosts import runtime
+
+METHOD = "_weightlife_rpc"
+
+
+def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) -> Any:
+    """Answer in a worker. Runs as a method of the worker.
+
+    Raises:
+        HostError: an unknown question.
+    """
+    from weightlife import _api
+    from weightlife._engine import lifecycle
+
+    if question == "hello":
+        rank = getattr(worker, "rank", 0)
+        return {"weightlife": __version__, "digest": runtime.settings().digest(), "rank": rank}
+    if question == "status":
+        return _api.local_status()
+    if question == "reports":
+        model = worker.model_runner.get_model()
+        life = lifecycle.of(model)
+        return [] if life is None else [report.to_dict() for report in life.reports]
+    raise errors.HostError(f"unknown question {question!r}")
+
+
+def engine_of(target: Any) -> Any:
+    """The outermost thing with a synchronous `collective_rpc`, or None."""
+    for candidate in (target, getattr(target, "llm_engine", None), getattr(target, "model_executor", None)):
+        if candidate is not None and callable(getattr(candidate, "collective_rpc", None)):
+            return candidate
+    return None
+
+
+def ask(target: Any, question: str, payload: dict[str, Any] | None = None) -> list[Any]:
+    """One answer a rank.
+
+    Raises:
+        HandshakeError: a worker runs without weightlife. HostError: `target` has no workers to ask.
+    """
+    engine = engine_of(target)
+    if engine is None:
+        raise errors.HostError(f"{type(target).__name__} has no collective_rpc")
+    try:
+        answers = engine.collective_rpc(METHOD, args=(question, payload))
+    except Exception as error:
+        known = errors.from_message(str(error))
+        if known is not None:
+            raise known from error
+        if METHOD in str(error) or isinstance(error, (AttributeError, NotImplementedError)):
+            raise errors.HandshakeError("a worker runs without weightlife") from error
+        raise
+    return list(answers)
+
+
+def shake_hands(target: Any, policy: str) -> None:
+    """Every worker runs the same weightlife with the same settings, or the user hears of it.
+
+    Raises:
+        HandshakeError: they differ and the policy is `strict`.
+    """
+    if policy == "off" or not runtime.installed():
+        return
+    problem: errors.HandshakeError | None = None
+    mine = (__version__, runtime.settings().digest())
+    try:
+        for other in ask(target, "hello"):
+            theirs = (other["weightlife"], other["digest"])
+            if theirs != mine:
+                problem = errors.HandshakeError(f"rank {other['rank']} runs {theirs}, this process {mine}")
+    except errors.HandshakeError as error:
+        problem = error
+    if problem is None:
+        return
+    if policy == "strict":
+        raise problem
+    logging.getLogger("weightlife").error("%s", problem)
