@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from _pair import SIDES, Child, ChildError
 
-MODES: Final = [(isolation, storage) for isolation in ("staged", "in_place") for storage in ("pinned", "adopted")]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODES: Final = [
+    (isolation, storage) for isolation in ("staged", "in_place") for storage in ("pinned", "adopted")
+]
 SOURCES: Final = ("path", "iterator")
 CASES: Final = ("startup", "load", "reload")
 GOALS: Final = {"startup": 1.02, "load": 1.15, "reload": 1.3}
@@ -38,6 +42,11 @@ class Row:
     def values(self, side: str, key: str) -> list[float]:
         """One quantity over all alternations, where it is known."""
         return [s[key] for s in self.samples[side] if s.get(key) is not None]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Row:
+        """What `to_dict` made."""
+        return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -91,7 +100,10 @@ def run(name: str, folders: dict[str, Path], plan: Plan) -> tuple[list[Row], dic
                         stack.push(alone.pop_all())
             expected = cold.setdefault(which, pair["stock"]["answer"])
             startup.add(pair, expected)
-            first.add({side: {**pair[side]["load_phase"], "answer": pair[side]["answer"]} for side in SIDES}, expected)
+            first.add(
+                {side: {**pair[side]["load_phase"], "answer": pair[side]["answer"]} for side in SIDES},
+                expected,
+            )
         if cold["a"] == cold["b"]:
             raise ChildError(f"{name}: checkpoints A and B give the same answers, nothing could be checked")
         if "startup" in plan.cases:
@@ -131,7 +143,8 @@ def _reloads(
                     which = "ab"[number % 2]
                     arguments = {"path": paths[which], "source": source, **mode}
                     pair = {side: children[side].ask("reload", **arguments) for side in SIDES}
-                    if number:  # the first after a change of mode differs: memory of the mode before is let go
+                    # The first after a change of mode differs: memory of the mode before is let go.
+                    if number:
                         row.add(pair, cold[which])
             except ChildError as error:
                 row.error = str(error)

@@ -16,11 +16,13 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _memory import measured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 PLUGIN = "weightlife"
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 60, 70]]
@@ -55,7 +57,9 @@ class Engine:
         loader = default_loader.DefaultModelLoader
         base_loader.initialize_model = self._timed("construct", base_loader.initialize_model)
         loader.load_weights = self._timed("load", loader.load_weights)
-        base_loader.process_weights_after_loading = self._timed("process", base_loader.process_weights_after_loading)
+        base_loader.process_weights_after_loading = self._timed(
+            "process", base_loader.process_weights_after_loading
+        )
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -106,7 +110,8 @@ class Engine:
         from weightlife._models import find_model
 
         life = lifecycle.of(find_model(self.llm))
-        assert life is not None and life.status == "ready", "weightlife does not manage the model"
+        status = "none" if life is None else life.status
+        assert status == "ready", f"weightlife does not manage the model: {status}"
 
     def load(self) -> dict[str, Any]:
         """A first load of another model object in the warm process: construction, `load_weights`, processing."""

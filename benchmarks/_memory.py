@@ -6,9 +6,12 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def _status(field: str) -> int | None:

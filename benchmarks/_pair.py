@@ -9,8 +9,12 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
 
 SIDES = ("stock", "weightlife")
 _HERE = Path(__file__).resolve().parent
@@ -79,7 +83,7 @@ class Child:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

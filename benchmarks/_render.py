@@ -3,22 +3,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import models
 from _cases import GOALS, Row
 from _pair import SIDES
 from _stats import NOISY, Paired, Spread
 
-HEAD: Final = ("case", "stock", "weightlife", "ratio (quartiles)", "goal", "peak memory: stock", "weightlife", "exact")
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HEAD: Final = (
+    "case",
+    "stock",
+    "weightlife",
+    "ratio (quartiles)",
+    "goal",
+    "peak memory: stock",
+    "weightlife",
+    "exact",
+)
 _TITLES: Final = {"startup": "engine start-up", "load": "load phase", "reload": "reload"}
 
 
 def paired(row: Row) -> Paired | None:
     """The seconds of a row, or None where nothing was measured."""
     values = {side: row.values(side, "seconds") for side in SIDES}
-    return Paired.of(values["stock"], values["weightlife"]) if all(values.values()) and not row.error else None
+    return (
+        Paired.of(values["stock"], values["weightlife"]) if all(values.values()) and not row.error else None
+    )
 
 
 def peak(row: Row, side: str) -> float | None:
@@ -97,7 +110,9 @@ def phases(rows: Sequence[Row]) -> list[tuple[str, str]]:
             continue
         if row.case == "reload":
             spent = _medians([sample["phases"] for sample in ours])
-            out.append((row.variant, ", ".join(f"{n} {_seconds(s)}" for n, s in spent.items() if s >= 0.0005)))
+            out.append(
+                (row.variant, ", ".join(f"{n} {_seconds(s)}" for n, s in spent.items() if s >= 0.0005))
+            )
         elif row.case == "load":
             stock, spent = (_medians([s["parts"] for s in row.samples[side]]) for side in SIDES)
             parts = ", ".join(f"{n} {_seconds(s)} (stock {_seconds(stock[n])})" for n, s in spent.items())
@@ -116,13 +131,11 @@ def cpu(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         if paired(row) is None:
             continue
-        spent, faults = (
-            Paired.of(row.values("stock", key), row.values("weightlife", key)) for key in ("cpu_seconds", "faults")
-        )
+        keys = ("cpu_seconds", "faults")
+        spent, faults = (Paired.of(row.values("stock", key), row.values("weightlife", key)) for key in keys)
         title = f"{_TITLES[row.case]}{f', {row.variant}' if row.variant else ''}"
-        out.append(
-            (title, f"CPU {spent.ratio.median:.2f}x, page faults {faults.stock.median:.0f} to {faults.ours.median:.0f}")
-        )
+        ratio = f"CPU {spent.ratio.median:.2f}x"
+        out.append((title, f"{ratio}, page faults {faults.stock.median:.0f} to {faults.ours.median:.0f}"))
     return out
 
 
@@ -161,7 +174,9 @@ def noise_line(rows: Sequence[Row], others: float | None) -> str:
     found = [p for row in rows if (p := paired(row)) is not None]
     noisy = sum(1 for p in found if p.noisy)
     busy = "" if others is None else f"; other processes used {others * 100:.0f} % of the machine's CPU time"
-    text = f"{noisy} of {len(found)} rows are noisy (marked ~: a spread above {NOISY * 100:.0f} % of the median)"
+    text = (
+        f"{noisy} of {len(found)} rows are noisy (marked ~: a spread above {NOISY * 100:.0f} % of the median)"
+    )
     return f"{text}{busy}."
 
 
@@ -174,13 +189,17 @@ def as_text(rows: Sequence[Row], machine: dict[str, Any], others: float | None) 
         lines += ["", models.MODELS[name].title, *_columns([HEAD, *table(own, lean)])]
         lines += ["", "  where the time goes", *(f"    {title}: {text}" for title, text in phases(own))]
         lines += ["", "  processor", *(f"    {title}: {text}" for title, text in cpu(own))]
-    return "\n".join([*lines, "", "losses, then gains", *(f"  {line}" for line in losses_and_gains(rows, lean))])
+    return "\n".join(
+        [*lines, "", "losses, then gains", *(f"  {line}" for line in losses_and_gains(rows, lean))]
+    )
 
 
 def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
     whole = [row for row in cells if not (len(row) > 2 and row[1].startswith("failed"))]
     widths = [max(len(row[i]) for row in whole) for i in range(len(HEAD))]
-    lines = ["  " + "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  " + "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
     return [lines[0], "  " + "-" * (len(lines[0]) - 2), *lines[1:]]
 
 
@@ -216,11 +235,22 @@ of the ratios of pairs, weightlife over stock, with its quartiles; `~` marks a s
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any], others: float | None) -> str:
     """The whole result as RESULTS.md."""
     lean = leanest(rows)
-    lines = [_PREAMBLE.format(noise=int(NOISY * 100)), f"## {machine['date']}", "", machine_line(machine) + ".", ""]
+    lines = [
+        _PREAMBLE.format(noise=int(NOISY * 100)),
+        f"## {machine['date']}",
+        "",
+        machine_line(machine) + ".",
+        "",
+    ]
     lines += [noise_line(rows, others), ""]
     for name in dict.fromkeys(row.model for row in rows):
         own = [row for row in rows if row.model == name]
-        lines += [f"### {models.MODELS[name].title}", "", "| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+        lines += [
+            f"### {models.MODELS[name].title}",
+            "",
+            "| " + " | ".join(HEAD) + " |",
+            "|" + "---|" * len(HEAD),
+        ]
         lines += ["| " + " | ".join(cells) + " |" for cells in table(own, lean)]
         lines += ["", "Where weightlife's time goes:", ""]
         lines += [f"- {title}: {text}" for title, text in phases(own)]

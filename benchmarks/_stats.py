@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NOISY = 0.15
 """A spread (interquartile range over median) above this is called noise, in seconds or in ratios."""
@@ -50,13 +54,13 @@ class Paired:
 
     @classmethod
     def of(cls, stock: Sequence[float], ours: Sequence[float]) -> Paired:
-        """Pair by pair, in the order in which they were taken.
+        """Pair by pair, in the order in which they were taken. Pairs with nothing of stock's have no ratio.
 
         Raises:
             ValueError: none, or not as many of one as of the other.
         """
-        ratios = [b / a for a, b in zip(stock, ours, strict=True)]
-        return cls(Spread.of(stock), Spread.of(ours), Spread.of(ratios), len(ratios))
+        ratios = [b / a for a, b in zip(stock, ours, strict=True) if a]
+        return cls(Spread.of(stock), Spread.of(ours), Spread.of(ratios or [math.nan]), len(ratios))
 
     @property
     def noisy(self) -> bool:

@@ -12,12 +12,14 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 CONTENT_VERSION: Final = 1
 """Raise it when the bytes of any model change: folders of another version are made again."""
@@ -48,7 +50,11 @@ class Model:
 
 def _attention(at: str, c: dict[str, Any], bias: bool) -> Iterator[tuple[str, Shape]]:
     hidden, width = c["hidden_size"], c["hidden_size"] // c["num_attention_heads"]
-    for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+    for letter, heads in (
+        ("q", "num_attention_heads"),
+        ("k", "num_key_value_heads"),
+        ("v", "num_key_value_heads"),
+    ):
         rows = c[heads] * width
         yield f"{at}.self_attn.{letter}_proj.weight", (rows, hidden)
         if bias:

@@ -238,6 +238,15 @@ class Rig:
         if found:
             self.problems.append(f"{when}: {len(found)} differences from a cold load of {folder.name}: {found[:4]}")
 
+    def answers(self, folder: Path, when: str) -> None:
+        """Tokens and log-probabilities must equal those of a cold load; between passes the tree may show B."""
+        from weightlife.testing import oracle
+
+        got = {**oracle.fingerprint(self.llm), "ranks": self.want[folder]["ranks"]}
+        found = oracle.differences(got, self.want[folder])
+        if found:
+            self.problems.append(f"{when}: {len(found)} differences from a cold load of {folder.name}: {found[:4]}")
+
     def rpc(self, method: str, *args: Any) -> Any:
         """`collective_rpc` to the one worker."""
         return self.llm.collective_rpc(method, args=args)[0]
@@ -474,6 +483,8 @@ def _back_to_a(rig: Rig, out: dict[str, Any]) -> None:
         engine.abort_request([f"{tag}-{i}" for tag in ("one", "two", "ref", "fly") for i in range(2)])
         rig.steps(4)
     if len(out) > 1:
+        for cache in rig.worker.model_runner.kv_caches:  # a NaN there would outlive the weights that made it
+            cache.zero_()
         rig.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(rig.a)})
 
 

@@ -26,7 +26,7 @@ def _clean_process() -> Iterator[None]:
     leaked = 0
     if toyhost is not None and lifecycle is not None:
         lives = [served.life for served in toyhost.Served.alive]
-        held = sum((life.session is not None) + life.poisoned for life in lives)
+        held = sum((life.session is not None) + bool(life.poisoned) for life in lives)
         leaked = lifecycle.OpenSessions.count - held if lives else 0
         toyhost.faults.clear()
         toyhost.Served.close_all()

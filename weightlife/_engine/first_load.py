@@ -143,6 +143,8 @@ class FirstLoad:
         report.layers_touched = sum(1 for record in report.layers if record.touched)
         report.layers_untouched = len(report.layers) - report.layers_touched
         if manifest.provisional:
-            report.notes.append("a dummy first load: what a complete load writes is learned from the first real one")
+            report.notes.append(
+                "a dummy first load: what a complete load writes is learned from the first real one"
+            )
         self.life.learned(plan, manifest, report)
         bus.emit(SESSION_END, report.session_id, report=report, outcome=report.outcome, error="")

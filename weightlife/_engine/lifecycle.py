@@ -161,6 +161,19 @@ class Lifecycle:
         session = current.get()
         return session is not None and session.life is self
 
+    def refuse_from_source(self, what: str) -> None:
+        """A source that starts a load of the model that is pulling from it.
+
+        Raises:
+            SessionConflictError: it does. The outer session is unharmed if its source survives that.
+        """
+        session = self.session
+        if session is not None and session.pulling:
+            raise errors.SessionConflictError(
+                f"{what} was called by the source of the update that is running ({session.opened_by})",
+                model=self.name, session=session.id,
+            )  # fmt: skip
+
     # -- opening and ending ------------------------------------------------------------------------------------
 
     def open(
@@ -203,7 +216,10 @@ class Lifecycle:
 
     def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
-        if self.is_inside() or self.status == "observed":
+        if self.status == "observed":
+            return load(weights)
+        if self.is_inside():
+            self.refuse_from_source("load_weights")
             return load(weights)
         if self.first is not None:
             return self.first.receive(load, weights)

@@ -48,8 +48,7 @@ class Manifest:
             name
             for name, entry in self.names.items()
             if any(
-                number in wanted
-                and ledger.uncovered(part, tracks[number].numel, tracks[number].written)
+                number in wanted and ledger.uncovered(part, tracks[number].numel, tracks[number].written)
                 if number in tracks
                 else number in wanted
                 for number, part in entry.writes
@@ -98,6 +97,26 @@ def surplus(manifest: Manifest, skeleton: Skeleton, tracks: dict[int, Track]) ->
         if ledger.compare(skeleton.storages[number].numel, expected, track.written).surplus:
             out.append(number)
     return out
+
+
+def repeated_names(
+    manifest: Manifest, received: dict[str, Received], tracks: dict[int, Track], numbers: Iterable[int]
+) -> list[str]:
+    """Source names that wrote a region more often than expected; all names on the storages where none alone did."""
+    wanted = set(numbers)
+    on_them = {
+        name: entry for name, entry in received.items() if any(number in wanted for number, _ in entry.writes)
+    }
+    repeated = [
+        name
+        for name, entry in on_them.items()
+        if any(
+            tracks[number].written[part] > max(1, manifest.expected.get(number, Counter()).get(part, 1))
+            for number, part in entry.writes
+            if number in wanted
+        )
+    ]
+    return repeated or list(on_them)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

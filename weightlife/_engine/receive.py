@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from weightlife import errors
 from weightlife._engine.ledger import Region, region
 from weightlife._engine.skeleton import flat, view_on
 
@@ -42,6 +43,8 @@ class Track:
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (object, its A view)
     written: Counter[Region] = field(default_factory=Counter)
     ever: set[Region] = field(default_factory=set)
+    call: int = 0  # the session's call that `fresh` belongs to
+    fresh: Counter[Region] = field(default_factory=Counter)
     irregular: bool = False
 
     @property
@@ -106,6 +109,8 @@ class Receiver(TorchDispatchMode):
         self.stage = stage
         self.fill = fill
         self.error: BaseException | None = None
+        self.trusted = False  # the source is the host's own reader: it never touches the model
+        self.pulling = False
 
     def materialise(self, track: Track) -> None:
         """Give a placeholder its memory, uninitialised."""
@@ -118,7 +123,7 @@ class Receiver(TorchDispatchMode):
         if not tensor.is_meta and tensor.layout is torch.strided:
             track = self.index.get(tensor.untyped_storage()._cdata)
             if track is not None and track.missing_memory:
-                self.materialise(track)
+                self.prepare(tensor, False, None, ())
 
     def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor argument, with memory behind it, redirected to generation B where that exists."""
@@ -130,6 +135,11 @@ class Receiver(TorchDispatchMode):
         track = self.index.get(value.untyped_storage()._cdata)
         if track is None:
             return value
+        if self.pulling and (track.placeholder or track.stage is not None):
+            raise errors.SessionStateError(
+                f"the source reads {track.path} of the model while that is being replaced",
+                hint="compute what you send before the update begins (a list, not a generator over live weights)",
+            )
         if track.missing_memory:
             self.materialise(track)
         if written and self.stage is not None and not track.placeholder and track.stage is None:
@@ -186,16 +196,22 @@ class Receiver(TorchDispatchMode):
         plain = isinstance(weights, (list, tuple))
         source = iter(weights)
         while True:
+            self.pulling = True
             try:
-                item = next(source) if plain else self._outside(source)
+                item = self._outside(source) if self.trusted and not plain else next(source)
             except StopIteration:
                 return
+            finally:
+                self.pulling = False
             begin(item[0], item[1])
             yield item
             between()
 
     def _outside(self, source: Iterator[Any]) -> Any:
-        """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business."""
+        """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business.
+
+        They would cost 19 us a tensor under the mode.
+        """
         depth = torch._C._len_torch_dispatch_stack()
         if depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not self:
             return next(source)
@@ -291,7 +307,9 @@ class WriteObserver(TorchDispatchMode):
         signature = _signature(func)
         for position in signature.writes:
             if position < len(args):
-                for value in args[position] if isinstance(args[position], (list, tuple)) else [args[position]]:
+                for value in (
+                    args[position] if isinstance(args[position], (list, tuple)) else [args[position]]
+                ):
                     self.note(value)
         for name in signature.keyword_writes & kwargs.keys():
             self.note(kwargs[name])

@@ -18,7 +18,15 @@ import torch
 from weightlife import errors
 from weightlife._engine import ledger, processing, storage
 from weightlife._engine import manifest as manifests
-from weightlife._engine.events import LAYER_PROCESSED, PHASE_END, PHASE_START, SESSION_END, SESSION_START, VIOLATION, bus
+from weightlife._engine.events import (
+    LAYER_PROCESSED,
+    PHASE_END,
+    PHASE_START,
+    SESSION_END,
+    SESSION_START,
+    VIOLATION,
+    bus,
+)
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Received
 from weightlife._engine.receive import CustomOperators, Receiver, Track, region_of
@@ -81,6 +89,7 @@ class WeightLoadSession:
         self.current_name = ""
         self.new_casts: set[tuple[int, str]] = set()
         self.epochs = 1
+        self.calls = 0
         self.stage: Stage | None = None
         self.receiver: Receiver | None = None
         self.operators: CustomOperators | None = None
@@ -171,10 +180,37 @@ class WeightLoadSession:
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Run one call of the host's loader with its source observed."""
+        self.calls += 1
         with self.inside():
             self.state = State.RECEIVING
             assert self.receiver is not None
-            return load(self.receiver.stream(weights, self._begin_tensor, self._end_tensor))
+            try:
+                return load(self.receiver.stream(weights, self._begin_tensor, self._end_tensor))
+            except errors.WeightlifeError:
+                raise
+            except Exception as error:
+                problem = self._explain(error)
+                if problem is None:
+                    raise
+                raise problem from error
+
+    def _explain(self, error: Exception) -> errors.WeightlifeError | None:
+        """What a loader's bare assertion meant, where the manifest tells: the tensor had another shape before."""
+        known = self.life.manifest.names.get(self.current_name)
+        if self.current is None or known is None or known.shape == self.current.shape:
+            return None
+        problem = errors.ShapeMismatchError(
+            f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
+            f"{type(error).__name__} {error}",
+            model=self.life.name, tensors=[self.current_name], session=self.id,
+        )  # fmt: skip
+        self.record(problem)
+        return problem
+
+    @property
+    def pulling(self) -> bool:
+        """Whether the running code is the source, not the host's loader."""
+        return self.receiver is not None and self.receiver.pulling
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -234,15 +270,24 @@ class WeightLoadSession:
             self.current.writes.append((track.number, part))
 
     def _maybe_new_epoch(self, track: Track, part: Any) -> None:
-        """A repeat of what already arrived: later values win, and its layers must be covered anew."""
-        allowed = max(1, self.life.manifest.expected.get(track.number or 0, Counter()).get(part, 1))
-        if track.written[part] < allowed:
-            return
+        """A repeat of what an earlier call brought: later values win, and its layers must be covered anew.
+
+        What the present call has brought already belongs to the new epoch; a repeat within one call is one stream,
+        in which the later value wins.
+        """
+        if track.call != self.calls:
+            track.call, track.fresh = self.calls, Counter()
         assert self.stage is not None and track.number is not None
+        allowed = max(1, self.life.manifest.expected.get(track.number, Counter()).get(part, 1))
+        earlier = track.written[part] - track.fresh[part]
+        track.fresh[part] += 1
+        if not earlier or track.written[part] < allowed:
+            return
         layers = self.life.skeleton.storages[track.number].layers
         for number, other in self.stage.by_number.items():
             if self.life.skeleton.storages[number].layers & layers:
-                other.written.clear()
+                other.written = other.fresh.copy() if other.call == self.calls else Counter()
+        track.written[part] -= 1  # counted by the caller
         self.epochs += 1
 
     def _check_cast(self, track: Track, func: Any, args: tuple[Any, ...]) -> None:
@@ -277,13 +322,17 @@ class WeightLoadSession:
         """
         if policy == "off":
             return
+        self.record(error)
+        if policy == "strict":
+            raise error
+        self.life.log.warning("%s", error)
+
+    def record(self, error: errors.WeightlifeError) -> None:
+        """A violation for the report and for listeners."""
         self.report.violations.append(
             Violation(error.code, error.message, error.layer, list(error.tensors)[:32])
         )
         bus.emit(VIOLATION, self.id, code=error.code, layer=error.layer, message=error.message)
-        if policy == "strict":
-            raise error
-        self.life.log.warning("%s", error)
 
     # -- finish ------------------------------------------------------------------------------------------------
 
@@ -299,9 +348,13 @@ class WeightLoadSession:
         touched = self.touched()
         self.check_complete(touched)
         self.state = State.PROCESSING
-        with self.inside():
-            if not self.kernel_format:
-                self._process(touched)
+        self.stage.show_b()
+        with self.life.entered():
+            # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
+            wanted = self._restore_unwritten(touched)
+        if not self.kernel_format:
+            with self.inside():
+                self._process(wanted)
         self.phase("validate")
         self.state = State.VALIDATING
         settlement = storage.Settler(self.stage).settle()
@@ -337,7 +390,9 @@ class WeightLoadSession:
                 hint += manifests.nearest(first, life.manifest.names)
             message = "no tensor of the update reached the model" + (": " + hint if hint else "")
             self.problem(
-                errors.EmptyUpdateError(message, model=life.name, tensors=list(self.received)[:8], session=self.id),
+                errors.EmptyUpdateError(
+                    message, model=life.name, tensors=list(self.received)[:8], session=self.id
+                ),
                 self.settings.empty,
             )
         if life.manifest.provisional:
@@ -394,9 +449,7 @@ class WeightLoadSession:
         extra = manifests.surplus(life.manifest, life.skeleton, stage.by_number)
         if not extra:
             return
-        names = [
-            name for name, entry in self.received.items() if any(number in extra for number, _ in entry.writes)
-        ]
+        names = manifests.repeated_names(life.manifest, self.received, stage.by_number, extra)
         layer = life.layer_path(next(iter(life.skeleton.storages[extra[0]].layers), -1))
         self.problem(
             errors.SurplusTensorError(
@@ -406,7 +459,8 @@ class WeightLoadSession:
             self.settings.surplus,
         )  # fmt: skip
 
-    def _process(self, touched: set[int]) -> None:
+    def _restore_unwritten(self, touched: set[int]) -> set[int]:
+        """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
         life, stage = self.life, self.stage
         assert stage is not None
         rebuild = life.plan.rebuild
@@ -414,19 +468,17 @@ class WeightLoadSession:
         derived = rebuild - loaded
         idle = rebuild - touched - derived
         stage.put_back(idle)
+        if idle:
+            self.report.notes.append(f"{len(idle)} rebuilt layers were not touched and stay as they were")
         life.fill_unwritten(self, touched | derived)
-        done = processing.run(
-            life.model, life.host,
-            lambda layer: id(layer) in touched or id(layer) in derived,
-            lambda layer: None,
-            self.phase,
-            lambda path, hook, seconds: bus.emit(
-                LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds
-            ),
+        return touched | derived
+
+    def _process(self, wanted: set[int]) -> None:
+        life = self.life
+        processing.run(
+            life.model, life.host, lambda layer: id(layer) in wanted, self.phase,
+            lambda path, hook, seconds: bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds),
         )  # fmt: skip
-        self.report.notes += [f"{len(idle)} rebuilt layers untouched: kept as they were"] if idle else []
-        for path, hook, seconds in sorted(done.layers, key=lambda item: -item[2])[:8]:
-            self.report.notes.append(f"slow: {path} {hook} {seconds * 1e3:.1f} ms") if seconds > 0.05 else None
 
     def _check_contract(self, settlement: storage.Settlement) -> None:
         self.report.contract_changes = [change.to_dict() for change in settlement.changes]
@@ -452,6 +504,7 @@ class WeightLoadSession:
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
+        self.report.notes += life.host.commit_notes()
         self._close("committed", touched)
 
     def abort(self, error: BaseException | None = None, outcome: str = "aborted") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from weightlife._engine import slots
 
@@ -77,23 +78,23 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Lazy parameters have neither shape nor storage yet."""
-    return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+    return isinstance(tensor, UninitializedTensorMixin)
 
 
 def flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole storage of a tensor as one flat tensor of `dtype` (a view, no copy)."""
     storage = tensor.untyped_storage()
     out = torch.empty(0, dtype=dtype, device=tensor.device)
-    out.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+    out.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
     return out
 
 
 def view_on(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, stride: Any
 ) -> torch.Tensor:
     """A plain tensor with the given geometry on a storage."""
     out = torch.empty(0, dtype=dtype, device=storage.device)
-    out.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload]
+    out.set_(storage, offset, tuple(shape), tuple(stride))
     return out
 
 
@@ -141,7 +142,7 @@ class Skeleton:
         index = self._by_tensor[id(tensor)] = len(self.tensors)
         self.tensors.append(
             TensorSkeleton(
-                weakref.ref(tensor), number, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+                weakref.ref(tensor), number, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
                 tensor.dtype, type(tensor), dict(getattr(tensor, "__dict__", {})), tensor.requires_grad, path,
             )
         )  # fmt: skip

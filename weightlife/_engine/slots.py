@@ -67,7 +67,7 @@ def _slot_names(obj: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slot_names_of_type(cls: type) -> tuple[str, ...]:
+def _slot_names_of_type(cls: Any) -> tuple[str, ...]:
     names: list[str] = []
     for base in cls.__mro__:
         declared = base.__dict__.get("__slots__", ())
@@ -222,7 +222,7 @@ def _descends(value: Any) -> bool:
         return bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
     if isinstance(value, (types.MethodType, functools.partial)):
         return True
-    if isinstance(value, (weakref.ref, set, frozenset)) or callable(value) and isinstance(value, type):
+    if isinstance(value, (weakref.ref, set, frozenset)) or (callable(value) and isinstance(value, type)):
         return False
     # Objects of torch itself (operators, streams, groups, compiled callables) are not weight state.
     if (type(value).__module__ or "").partition(".")[0] == "torch":

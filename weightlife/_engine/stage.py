@@ -77,7 +77,9 @@ class Stage:
                     number = numbers.get(identity)
                     dtype = value.dtype if number is None else self.skeleton.storages[number].dtype
                     storage = value.untyped_storage()
-                    track = Track(number, storage, storage.nbytes(), dtype, False, slots.step(holder.path, key))
+                    track = Track(
+                        number, storage, storage.nbytes(), dtype, False, slots.step(holder.path, key)
+                    )
                     self.index[identity] = track
                     if number is not None:
                         self.by_number[number] = track

@@ -140,11 +140,16 @@ class Settler:
         if type(a) is not type(b) or isinstance(a, torch.nn.Module):
             return
         if slots.is_opaque(a):
-            self.out.changes.append(Change(path, "opaque", f"{type(a).__name__} owns a native resource: replaced whole"))
+            self.out.changes.append(
+                Change(path, "opaque", f"{type(a).__name__} owns a native resource: replaced whole")
+            )
             return
         if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
             return
-        if not (hasattr(a, "__dict__") or isinstance(a, (list, tuple, dict, types.FunctionType, functools.partial))):
+        if not (
+            hasattr(a, "__dict__")
+            or isinstance(a, (list, tuple, dict, types.FunctionType, functools.partial))
+        ):
             if not slots._slot_names(a):
                 return
         before = self.stage.before.get(id(a)) or slots.read(a)

@@ -45,7 +45,7 @@ class Seam:
     adds: bool = False  # a new attribute: the wrapper itself is put there, and deleted again
 
 
-class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapper that copies and pickles as what it wraps: clients send classes and parameters by value."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -155,9 +155,13 @@ class Patcher:
                 original = next((vars(b)[attribute] for b in cls.__mro__ if attribute in vars(b)), None)
             if original is None:
                 return
-            while isinstance(original, SeamWrapper):  # inherited from a class that is wrapped: go to the function
+            while isinstance(
+                original, SeamWrapper
+            ):  # inherited from a class that is wrapped: go to the function
                 original = original.__wrapped__
-            seam = Seam(f"{cls.__qualname__}.{attribute}", cls.__module__, f"{cls.__qualname__}.{attribute}", wrapper)
+            seam = Seam(
+                f"{cls.__qualname__}.{attribute}", cls.__module__, f"{cls.__qualname__}.{attribute}", wrapper
+            )
             self.classes.append(self.wrap(cls, attribute, wrapper, seam, original))
 
     def undo(self) -> None:

@@ -57,5 +57,8 @@ class Host(Protocol):
     def exchange(self, words: list[int]) -> list[list[int]]:
         """Every rank's words (64-bit integers, same length on all), in rank order. Blocks until all arrive."""
 
+    def commit_notes(self) -> list[str]:
+        """What a caller still has to do after a commit (caches that the engine can't reach), for the report."""
+
     def versions(self) -> dict[str, str]:
         """Versions for the report."""

@@ -57,7 +57,7 @@ def fill() -> Callable[[Any], None] | None:
 
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         storage = tensor.untyped_storage()
-        whole.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+        whole.set_(storage, 0, (storage.nbytes(),), (1,))
         whole.fill_(0xFF)
 
     return poison

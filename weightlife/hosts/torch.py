@@ -104,6 +104,10 @@ class TorchHost:
         """One process."""
         return [words]
 
+    def commit_notes(self) -> list[str]:
+        """Nothing is cached here."""
+        return []
+
     def versions(self) -> dict[str, str]:
-        """weightlife and torch."""
+        """Weightlife and torch."""
         return {"weightlife": __version__, "torch": str(torch.__version__)}

@@ -159,7 +159,9 @@ def close() -> None:
     _SERVER.close()
 
 
-def fingerprint_of(folder: Path, engine_kwargs: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+def fingerprint_of(
+    folder: Path, engine_kwargs: dict[str, Any], environment: dict[str, str]
+) -> dict[str, Any]:
     """`oracle.cold`: the cached answer, or one measured now."""
     from weightlife.testing import oracle
 

@@ -77,7 +77,9 @@ class Family:
     head: str = ""
 
 
-def _row(stem: str, *tags: str, model: str = "", quantise: str = "", head: str = "", **settings: Any) -> Family:
+def _row(
+    stem: str, *tags: str, model: str = "", quantise: str = "", head: str = "", **settings: Any
+) -> Family:
     name = model or f"{stem}ForCausalLM"
     return Family(f"{stem}Config", name, {**BASE, **settings}, frozenset(tags), quantise, head)
 
@@ -97,7 +99,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": _row("Qwen3", head_dim=32),
     "phi3": _row("Phi3"),
     "vocab_padded": _row("Llama", "padding", vocab_size=PADDED_VOCAB),
-    "deepseek_dense": _row("DeepseekV2", "mla", **{**MLA, "first_k_dense_replace": 2, "topk_method": "greedy"}),
+    "deepseek_dense": _row(
+        "DeepseekV2", "mla", **{**MLA, "first_k_dense_replace": 2, "topk_method": "greedy"}
+    ),
     # tied heads
     "qwen2tied": _qwen2("tied", tie_word_embeddings=True),
     "tied_head_equal": _qwen2("tied", tie_word_embeddings=True, head="equal"),
@@ -175,7 +179,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_moe": _row(
         "DeepseekV2", "moe", "mla", **{**MLA, "first_k_dense_replace": 1, "topk_method": "greedy"}
     ),
-    "deepseek_v3": _row("DeepseekV3", "moe", "mla", **{**MLA, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}),
+    "deepseek_v3": _row(
+        "DeepseekV3", "moe", "mla", **{**MLA, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}
+    ),
     "glm4_moe": _row(
         "Glm4Moe",
         "moe",

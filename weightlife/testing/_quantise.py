@@ -57,7 +57,9 @@ def _w4a16(stem: str, weight: torch.Tensor, generator: torch.Generator, symmetri
     n, k = weight.shape
     out = {
         f"{stem}weight_packed": _random_int32(generator, n, k // _PER_INT32),
-        f"{stem}weight_scale": (torch.rand(n, k // GROUP, generator=generator) * 0.02 + 0.005).to(torch.bfloat16),
+        f"{stem}weight_scale": (torch.rand(n, k // GROUP, generator=generator) * 0.02 + 0.005).to(
+            torch.bfloat16
+        ),
         f"{stem}weight_shape": torch.tensor([n, k], dtype=torch.int64),
     }
     if not symmetric:
@@ -65,8 +67,15 @@ def _w4a16(stem: str, weight: torch.Tensor, generator: torch.Generator, symmetri
     return out
 
 
-def _compressed_tensors(form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+def _compressed_tensors(
+    form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,

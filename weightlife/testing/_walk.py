@@ -54,7 +54,14 @@ _LEAVES: Final = (
 )
 
 # Objects of these packages hold no weights, and some of them reach half of the interpreter.
-_FOREIGN: Final = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.distributed", "weightlife", "logging")
+_FOREIGN: Final = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",
+    "torch.distributed",
+    "weightlife",
+    "logging",
+)
 
 _MAX_DEPTH: Final = 40
 
@@ -136,7 +143,10 @@ def _children(owner: Any) -> Iterator[tuple[str, Any]]:
         yield from _named({k: v for k, v in state.items() if not k.endswith("_hooks")})
     elif isinstance(owner, Mapping):
         for key in sorted(owner, key=repr):
-            yield f"[{key!r}]" if isinstance(key, str | int | tuple) else f"[{type(key).__name__}]", owner[key]
+            yield (
+                f"[{key!r}]" if isinstance(key, str | int | tuple) else f"[{type(key).__name__}]",
+                owner[key],
+            )
     elif isinstance(owner, list | tuple | deque):
         for index, item in enumerate(owner):
             yield f"[{index}]", item

@@ -114,7 +114,9 @@ def _number(text: str) -> float:
     return value if value == value else float("-inf")
 
 
-def differences(got: Fingerprint, want: Fingerprint, *, names: tuple[str, str] = ("got", "want")) -> list[str]:
+def differences(
+    got: Fingerprint, want: Fingerprint, *, names: tuple[str, str] = ("got", "want")
+) -> list[str]:
     """Every difference as a line; the most telling come first. Empty means equal and free of NaN."""
     out: list[str] = []
     nan = sum(v == "nan" for p in got["logprobs"] for position in p for _, v in position)
@@ -155,7 +157,11 @@ def _logprob_differences(got: Sequence[Any], want: Sequence[Any], names: tuple[s
 def _mapping_differences(
     what: str, got: Mapping[str, str], want: Mapping[str, str], names: tuple[str, str]
 ) -> list[str]:
-    out = [f"{what} {path}: {names[0]} {got[path]}, {names[1]} {want[path]}" for path in got if _differs(path, got, want)]
+    out = [
+        f"{what} {path}: {names[0]} {got[path]}, {names[1]} {want[path]}"
+        for path in got
+        if _differs(path, got, want)
+    ]
     out += [f"{what} {path}: missing" for path in want if path not in got]
     out += [f"{what} {path}: only in {names[0]}" for path in got if path not in want]
     return out
@@ -180,10 +186,14 @@ def summary(found: Sequence[str], context: str = "", shown: int = _SHOWN) -> str
     """A message of the first differences and how many there are."""
     head = f"{context}: " if context else ""
     more = [f"  ... and {len(found) - shown} more"] if len(found) > shown else []
-    return "\n".join([f"{head}{len(found)} differences from a cold load", *(f"  {f}" for f in found[:shown]), *more])
+    return "\n".join(
+        [f"{head}{len(found)} differences from a cold load", *(f"  {f}" for f in found[:shown]), *more]
+    )
 
 
-def cold(folder: Path | str, *, environment: Mapping[str, str] | None = None, **engine_kwargs: Any) -> Fingerprint:
+def cold(
+    folder: Path | str, *, environment: Mapping[str, str] | None = None, **engine_kwargs: Any
+) -> Fingerprint:
     """The fingerprint of a cold load of `folder` by stock vLLM, in a process of its own.
 
     weightlife is off there (`WEIGHTLIFE=0`) and uninitialised memory is poisoned, as it is in the engine

@@ -50,7 +50,9 @@ class TestWorkerExtension:
 
     def weightlife_test_reload_iterator(self, folder: str, names: list[str], scribble: bool = False) -> None:
         """`model_runner.reload_weights` from an iterator; with `scribble` each tensor dies at the next step."""
-        self.model_runner.reload_weights(weights_iterator=self._weightlife_test_stream(folder, names, scribble))
+        self.model_runner.reload_weights(
+            weights_iterator=self._weightlife_test_stream(folder, names, scribble)
+        )
 
     @staticmethod
     def _weightlife_test_stream(

@@ -35,7 +35,9 @@ class VllmHost:
 
     name = "vllm"
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device
+    ) -> None:
         import weakref
 
         self._model = weakref.ref(model)
@@ -148,7 +150,9 @@ class VllmHost:
             return "the weights are asleep: wake the engine first"
         parallel = getattr(self.vllm_config, "parallel_config", None)
         if getattr(parallel, "enable_eplb", False):
-            return "expert load balancing may have moved experts: a load would write them by initial placement"
+            return (
+                "expert load balancing may have moved experts: a load would write them by initial placement"
+            )
         return None
 
     def adoptable(self) -> str | None:
@@ -191,6 +195,13 @@ class VllmHost:
                 for other, key in enumerate(keys)
             ]
         return [[int(word) for word in store.get(key).decode().split(",")] for key in keys]
+
+    def commit_notes(self) -> list[str]:
+        """A worker can't reach the scheduler's prefix cache."""
+        return [
+            "caches of the old weights (prefix, encoder, multimodal) are reset by weightlife only after"
+            " reload_weights and finish_weight_update; otherwise call reset_prefix_cache()"
+        ]
 
     def versions(self) -> dict[str, str]:
         """weightlife, torch and vLLM."""

@@ -21,4 +21,6 @@ def register() -> None:
 
         _api.install_from_environment()
     except Exception:
-        logging.getLogger("weightlife").exception("weightlife could not be installed; the host runs its own path")
+        logging.getLogger("weightlife").exception(
+            "weightlife could not be installed; the host runs its own path"
+        )

@@ -123,8 +123,16 @@ _CONFIG_FIELDS = ("model", "model_weights", "revision")
 def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A runner's reload: one session round the whole call."""
     life = _ready(instance.get_model())
-    if life is None or (life.session is not None and life.session.whole):
+    if life is None or life.first is not None:
         return wrapped(*args, **kwargs)
+    with life.owned("reload_weights"):
+        life.refuse_from_source("reload_weights")
+        if life.session is not None and life.session.whole:
+            return wrapped(*args, **kwargs)  # one runner's reload that calls another's
+        return _reload(life, wrapped, args, kwargs)
+
+
+def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     kernel_format = not kwargs.get("is_checkpoint_format", args[2] if len(args) > 2 else True)
     path = kwargs.get("weights_path", args[1] if len(args) > 1 else None)
     iterator = kwargs.get("weights_iterator", args[0] if args else None)
@@ -138,30 +146,29 @@ def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> A
             f"({first.reason})", model=life.name, layer=first.path,
             hint="reload in checkpoint format (is_checkpoint_format=True)",
         )  # fmt: skip
-    with life.owned("reload_weights"):
-        _end_implicit(life)
-        session = life.open(
-            "reload_weights", "kernel_format" if kernel_format else "reload", True,
-            life.settings.partial_disk, source,
-        )  # fmt: skip
-        session.whole = True
-        try:
-            if kernel_format:
-                with session.inside(), torch.no_grad():
-                    out = session.write_directly(lambda: wrapped(*args, **kwargs))
-            else:
-                out = wrapped(*args, **kwargs)
-        except BaseException as error:
-            if not session.voted:
-                life.vote(False, session)
-            life.abort(error)
-            _restore(config, saved)
-            raise
-        try:
-            life.finish("reload_weights")
-        except BaseException:
-            _restore(config, saved)
-            raise
+    _end_implicit(life)
+    operation = "kernel_format" if kernel_format else "reload"
+    session = life.open("reload_weights", operation, True, life.settings.partial_disk, source)
+    session.whole = True
+    assert session.receiver is not None
+    session.receiver.trusted = iterator is None
+    try:
+        if kernel_format:
+            with session.inside(), torch.no_grad():
+                out = session.write_directly(lambda: wrapped(*args, **kwargs))
+        else:
+            out = wrapped(*args, **kwargs)
+    except BaseException as error:
+        if not session.voted:
+            life.vote(False, session)
+        life.abort(error)
+        _restore(config, saved)
+        raise
+    try:
+        life.finish("reload_weights")
+    except BaseException:
+        _restore(config, saved)
+        raise
     return out
 
 
@@ -186,9 +193,10 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs:
     life = _ready(_argument(args, kwargs, 0, "model"))
     if life is None or life.first is not None:
         return wrapped(*args, **kwargs)
-    if life.session is not None and life.session.whole:
-        return None
     with life.owned("initialize_layerwise_reload"):
+        life.refuse_from_source("initialize_layerwise_reload")
+        if life.session is not None and life.session.whole:
+            return None
         _end_implicit(life)
         session = life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
         assert session.stage is not None
@@ -201,9 +209,11 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: K
     life = _ready(_argument(args, kwargs, 0, "model"))
     if life is None or life.first is not None:
         return wrapped(*args, **kwargs)
-    if life.session is not None and life.session.whole:
-        return None
-    life.finish("finalize_layerwise_reload")
+    with life.owned("finalize_layerwise_reload"):
+        life.refuse_from_source("finalize_layerwise_reload")
+        if life.session is not None and life.session.whole:
+            return None
+        life.finish("finalize_layerwise_reload")
     return None
 
 
@@ -254,7 +264,7 @@ def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs
 
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
-    level = kwargs.get("level", args[0] if args else 1)
+    level = int(kwargs.get("level", args[0] if args else 1))
     out = wrapped(*args, **kwargs)
     for life in _worker_lives(instance):
         weights_sleep(life, level)
@@ -277,6 +287,21 @@ def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         for life in _worker_lives(instance):
             if isinstance(life.host, VllmHost):
                 life.host.asleep = False
+    return out
+
+
+_COMMITTING = frozenset({"reload_weights", "finish_weight_update"})
+
+
+def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """After an update through the engine, cached key-value blocks are of the old weights: forget them."""
+    out = wrapped(*args, **kwargs)
+    if _argument(args, kwargs, 0, "method") in _COMMITTING and runtime.settings().mode == "enforce":
+        if not instance.reset_prefix_cache():
+            logging.getLogger("weightlife").warning(
+                "the prefix cache could not be reset after a weight update: requests are running on blocks of the old"
+                " weights; call reset_prefix_cache() when they are done"
+            )
     return out
 
 

@@ -14,13 +14,15 @@ from weightlife.hosts.patching import Seam
 
 def _late(name: str) -> Any:
     def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return getattr(importlib.import_module("weightlife.hosts.vllm.seams"), name)(wrapped, instance, args, kwargs)
+        return getattr(importlib.import_module("weightlife.hosts.vllm.seams"), name)(
+            wrapped, instance, args, kwargs
+        )
 
     wrapper.__name__ = name
     return wrapper
 
 
-def _answer(worker: Any, question: str, payload: dict[str, Any] | None = None) -> Any:
+def _answer(worker: Any, question: Any, payload: Any = None) -> Any:
     from weightlife.hosts.vllm import remote
 
     return remote.answer(worker, question, payload)
@@ -53,6 +55,8 @@ SEAMS = [
     Seam("execute_dummy_batch", _WORKER, "Worker.execute_dummy_batch", _late("run_on_a"), why="the guard, idle ranks"),
     Seam("sleep", _WORKER, "Worker.sleep", _late("sleep"), why="level 2 leaves nothing that may serve"),
     Seam("wake_up", _WORKER, "Worker.wake_up", _late("wake_up"), why="no update while asleep"),
+    Seam("engine_rpc", "vllm.v1.engine.core", "EngineCore.collective_rpc", _late("engine_rpc"),
+         why="cached blocks of the old weights are forgotten"),
     Seam("engine_step", "vllm.v1.engine.core", "EngineCore.step", _late("engine_step"),
          why="a refused batch does not kill the engine"),
     Seam("engine_step_queue", "vllm.v1.engine.core", "EngineCore.step_with_batch_queue", _late("engine_step"),
