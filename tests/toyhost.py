@@ -497,7 +497,7 @@ class ToyModel(nn.Module):
         self._tie_to: Layer | None = None
         self.body = self._build(spec if isinstance(spec, tuple) else (spec,))
         del self._tie_to
-        self.double: float = 0.0
+        self.gain: float = 0.0
 
     def _build(self, spec: Spec) -> nn.Module:
         if isinstance(spec, tuple):
@@ -532,10 +532,10 @@ class ToyModel(nn.Module):
     def process(self) -> None:
         """The model's own hook."""
         faults.tick("model_hook")
-        self.double = 2.0
+        self.gain = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.body(x), x * self.double])
+        return torch.cat([self.body(x), x * self.gain])
 
 
 # -- the host --------------------------------------------------------------------------------------------------
@@ -613,6 +613,10 @@ class ToyHost:
     def exchange(self, words: list[int]) -> list[list[int]]:
         others = self.others if self.others is not None else [words] * (self.ranks[1] - 1)
         return [words, *others]
+
+    def commit_notes(self) -> list[str]:
+        faults.tick("commit_notes")
+        return ["a toy has no caches"]
 
     def versions(self) -> dict[str, str]:
         return {"toy": "1"}

@@ -153,7 +153,6 @@ class SessionHandle:
         """
         with self._life.owned(self._opened_by):
             self._session = self._life.open(self._opened_by, "update", True, self._partial, self._source)
-            self._session.stage.allocate_all()
         return self
 
     def finish(self) -> None:

@@ -469,6 +469,7 @@ def execute(
         except Exception as error:
             traceback.print_exc()
             rig.problems.append(f"raised {type(error).__name__}: {str(error)[:600]}")
+            rig.problems.append(traceback.format_exc()[-1500:])
         rig.facts["seconds"] = round(time.monotonic() - started, 2)
         out[name] = {"problems": rig.problems, "facts": rig.facts}
         _note(out)

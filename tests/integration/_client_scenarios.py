@@ -599,7 +599,7 @@ def patch_quant_methods() -> None:
                 }
                 original(self, layer)
                 return
-            live = layer.__dict__.pop("_client_live")
+            live = layer.__dict__.pop("_client_live", {})
             original(self, layer)
             for name, parameter in live.items():
                 made = layer._parameters.get(name)
@@ -616,9 +616,8 @@ def _own_lifecycle(rig: Rig, folder: Path) -> None:
     layers = [m for m in rig.model.modules() if hasattr(m, "_client_layout")]
     for layer in layers:
         layer._client_live = {n: p for n, p in layer.named_parameters(recurse=False) if p.numel()}
-        for name in list(layer._parameters):
-            if name not in layer._client_layout:
-                del layer._parameters[name]
+        for name in layer._client_live.keys() - layer._client_layout.keys():
+            del layer._parameters[name]
         for name, (shape, dtype, cls, attributes) in layer._client_layout.items():
             made = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
             made.__class__ = cls

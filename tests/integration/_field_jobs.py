@@ -561,6 +561,33 @@ def reload_in_reload(bench: Bench) -> None:
     bench.update("after inner reloads", "path")
 
 
+def source_reads_model(bench: Bench) -> None:
+    """A source that reads the parameters while they are being replaced: refused, or it sees what serves."""
+    import torch
+
+    before = {name: parameter.detach().clone() for name, parameter in bench.model.named_parameters()}
+    wrong: list[str] = []
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for number, item in enumerate(bench.tensors()):
+            if number % 9 == 0:
+                for name, parameter in bench.model.named_parameters():
+                    old = before.get(name)
+                    if old is None or old.shape != parameter.shape or not torch.equal(old, parameter):
+                        wrong.append(name)
+            yield item
+
+    error = _caught(lambda: bench.send(source()))
+    if error is None:
+        bench.require(not wrong, f"{len(wrong)} reads saw something else than what serves: {sorted(set(wrong))[:3]}")
+        bench.served = bench.other
+    else:
+        bench.notes.append(_shown(error))
+        bench.require(_is_one_of(error, ["SessionStateError"]), f"a source that reads the model: {_shown(error)}")
+    bench.serves(bench.served, "after a source that reads the model")
+    bench.update("after it", "path")
+
+
 def _caught(call: Callable[[], None]) -> BaseException | None:
     try:
         call()
@@ -665,8 +692,8 @@ ROWS: Final[Mapping[str, Callable[[Bench], None]]] = {
     for row in (
         by_path, by_iterator, transfer_session, reload_per_bucket, raw_load_weights, fails_then_valid, wrong_shape,
         iterator_raises, missing_member, duplicate_without_others, duplicate_first, wrong_dtype, nan_refused,
-        nan_episode, empty, two_threads, reload_in_reload, processing_twice, kernel_format, prefix_cache,
-        no_false_warning, dummy_by_path, dummy_by_iterator,
+        nan_episode, empty, two_threads, reload_in_reload, source_reads_model, processing_twice, kernel_format,
+        prefix_cache, no_false_warning, dummy_by_path, dummy_by_iterator,
     )
 }  # fmt: skip
 
@@ -694,7 +721,7 @@ _BOTH = ("by_path", "by_iterator")
 _FAULTS = (
     "transfer_session", "reload_per_bucket", "raw_load_weights", "fails_then_valid", "wrong_shape", "iterator_raises",
     "missing_member", "duplicate_without_others", "duplicate_first", "wrong_dtype", "empty", "two_threads",
-    "reload_in_reload", "processing_twice", "kernel_format", "prefix_cache", "no_false_warning",
+    "reload_in_reload", "source_reads_model", "processing_twice", "kernel_format", "prefix_cache", "no_false_warning",
 )  # fmt: skip
 _REST = ("processing_twice", "no_false_warning")
 

@@ -11,18 +11,25 @@ fails one test, and nothing leaks into the next.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
+
+
+# vLLM binds the threads of two ranks to two NUMA nodes, which a small machine does not have.
+SEPARATE: dict[str, str] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+TWO_RANKS: dict[str, str] = {**SEPARATE, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def job(
@@ -54,6 +61,7 @@ def job(
             "start": start,
             "engine": engine or {},
             "environment": environment or {},
+            "serve_as": _serve_as(root / family) if (engine or {}).get("enforce_eager") is False else None,
         },
         "environment": {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -64,6 +72,11 @@ def job(
     }
 
 
+def _serve_as(family: Path) -> str:
+    """One path for both checkpoints, so that they share compiled code (see `oracle.cold`)."""
+    return str(family / "serving")
+
+
 def execute(
     family: str,
     ways: list[str],
@@ -72,13 +85,17 @@ def execute(
     start: str,
     engine: dict[str, Any],
     environment: dict[str, str],
+    serve_as: str | None = None,
 ) -> dict[str, Any]:
     """Run the order in this process; a list of verdicts, one a step, and facts about the engine."""
     began = time.monotonic()
     from weightlife.testing import _cold, checkpoints, oracle
 
     folders = checkpoints.pair(family, Path(root))
-    want = {folder: oracle.cold(folder, environment=environment, **engine) for folder in folders}
+    link = None if serve_as is None else Path(serve_as)
+    want = {
+        folder: oracle.cold(folder, environment=environment, serve_as=link, **engine) for folder in folders
+    }
     os.environ[oracle.POISON_VARIABLE] = "1"
     oracle.poison()
     steps: list[dict[str, Any]] = []
@@ -88,7 +105,7 @@ def execute(
         import weightlife as product
 
         product.install(**weightlife)
-    llm = _engine(folders.a, ways, start, engine)
+    llm = _engine(folders.a if link is None else _cold.point(link, folders.a), ways, start, engine)
     _cold.KEEP.append(llm)
     _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})
     served = folders.a
@@ -126,13 +143,13 @@ def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any]
     found: list[str] = []
     try:
         change()
-    except Exception as error:  # the verdict is the point: the next way may still work
+    except Exception as error:  # noqa: BLE001  the verdict is the point: the next way may still work
         found.append(f"raised {type(error).__name__}: {str(error)[:400]}")
         traceback.print_exc()
     changed = time.monotonic()
     try:
         found += oracle.differences(oracle.fingerprint(llm), want)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  as above
         found.append(f"the engine raised {type(error).__name__}: {str(error)[:400]}")
         traceback.print_exc()
     done = time.monotonic()
@@ -174,13 +191,21 @@ def lines(result: dict[str, Any]) -> list[str]:
     return out
 
 
+def require_exact(result: dict[str, Any]) -> None:
+    """Fail with every verdict when one is not exact."""
+    if any(step["differences"] for step in result["steps"]):
+        output = result.get("output", "")
+        raise AssertionError("\n".join(["not exact:", *lines(result), output[-3000:]]))
+
+
 def prepare(order: dict[str, Any]) -> None:
     """Make the checkpoints and the cold fingerprints that the child will look up."""
     from weightlife.testing import checkpoints, oracle
 
     given = order["arguments"]
     for folder in checkpoints.pair(given["family"], Path(given["root"])):
-        oracle.cold(folder, environment=given["environment"], **given["engine"])
+        link = None if given["serve_as"] is None else Path(given["serve_as"])
+        oracle.cold(folder, environment=given["environment"], serve_as=link, **given["engine"])
 
 
 def run(order: dict[str, Any], *, fresh: bool | None = None, timeout: float = 300.0) -> dict[str, Any]:
@@ -188,9 +213,29 @@ def run(order: dict[str, Any], *, fresh: bool | None = None, timeout: float = 30
     from weightlife.testing import _cold
 
     given = order["arguments"]
-    prepare(order)
     if fresh is None:
         fresh = _cold.needs_fresh(given["engine"], given["environment"])
+    with _alone(given["serve_as"]):
+        prepare(order)
+        return _verdict(order, fresh, timeout)
+
+
+@contextlib.contextmanager
+def _alone(serve_as: str | None) -> Iterator[None]:
+    """Whoever moves the link must be the only one who serves through it."""
+    if serve_as is None:
+        yield
+        return
+    lock = Path(f"{serve_as}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _verdict(order: dict[str, Any], fresh: bool, timeout: float) -> dict[str, Any]:
+    from weightlife.testing import _cold
+
     try:
         answer: dict[str, Any] = _cold.run(order, fresh=fresh, timeout=timeout)
     except _cold.JobError as error:
@@ -203,14 +248,18 @@ def run(order: dict[str, Any], *, fresh: bool | None = None, timeout: float = 30
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--family", required=True, help="a name, several with commas, or all")
     parser.add_argument("--ways", default="all", help="names with commas, or all")
     parser.add_argument("--weightlife", choices=("on", "off"), default="on")
     parser.add_argument("--storage", default="pinned")
     parser.add_argument("--isolation", default="staged")
     parser.add_argument("--mode", default="enforce")
-    parser.add_argument("--each", action="store_true", help="a new engine for each way, not one after the other")
+    parser.add_argument(
+        "--each", action="store_true", help="a new engine for each way, not one after the other"
+    )
     parser.add_argument("--start", choices=("a", "dummy"), default="a")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--processes", action="store_true", help="engine core in a process of its own")
@@ -218,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fresh", action="store_true", help="a new interpreter, not a fork of the server")
     parser.add_argument("--output", action="store_true", help="show the end of a crashed child's output")
     parser.add_argument("--here", action="store_true", help="run in this process (debugger, print)")
-    parser.add_argument("--root", default=str(REPOSITORY / ".cache" / "checkpoints"))
+    parser.add_argument("--root", default=str(REPOSITORY / ".artifacts" / "checkpoints"))
     return parser
 
 
@@ -226,8 +275,10 @@ def main() -> int:
     """The command line; 1 when a step was not exact."""
     sys.path.insert(0, str(HERE))
     sys.path.insert(0, str(REPOSITORY))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(":")
-    os.environ.setdefault("WEIGHTLIFE_TESTING_CACHE", str(REPOSITORY / ".cache" / "oracle"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(
+        ":"
+    )
+    os.environ.setdefault("WEIGHTLIFE_TESTING_CACHE", str(REPOSITORY / ".artifacts" / "oracle"))
     from ways import WAYS
 
     from weightlife.testing import _cold, checkpoints
@@ -243,8 +294,9 @@ def main() -> int:
         engine["enforce_eager"] = False
     if options.tensor_parallel > 1:
         engine["tensor_parallel_size"] = options.tensor_parallel
-    if options.processes or options.tensor_parallel > 1:
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        environment.update(TWO_RANKS)
+    elif options.processes:
+        environment.update(SEPARATE)
     settings = {"mode": options.mode, "storage": options.storage, "isolation": options.isolation}
     wrong = 0
     for family, batch in itertools.product(chosen, [[w] for w in ways] if options.each else [ways]):

@@ -92,11 +92,24 @@ class FirstLoad:
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
             self.casts.add((number, str(args[1].dtype).removeprefix("torch.")))
 
+    def _note_replaced(self) -> None:
+        """Tensors that the loader gave other data (`.data =`) count as written whole."""
+        if not self.received:
+            return
+        for made in self.life.skeleton.tensors:
+            tensor = made.ref()
+            replaced = tensor is not None and self.life.skeleton.storage_of(tensor) != made.storage
+            if replaced and made.dtype.itemsize == self.life.skeleton.storages[made.storage].dtype.itemsize:
+                self.expected.setdefault(made.storage, Counter())[
+                    ledger.region(made.offset, made.shape, made.stride)
+                ] += 1
+
     def process(self, call: Callable[[], Any]) -> Any:
         """Run the host's whole processing, then learn what it changed."""
         life, skeleton = self.life, self.life.skeleton
         self._phase("process")
         started = time.perf_counter()
+        self._note_replaced()
         provisional = not self.expected
         if not provisional:
             for number in range(len(skeleton.storages)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from weightlife._engine import slots
-from weightlife._engine.skeleton import Skeleton, Token, storage_key
+from weightlife._engine.skeleton import Composite, Skeleton, Token, storage_key, tokens
 
 
 class _Absent:
@@ -57,12 +57,31 @@ class Plan:
         return [layer for layer in self.layers.values() if layer.strategy == "refuse"]
 
 
-def _attributes_differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return bool(before.keys() ^ after.keys()) or any(not slots.same(v, after[k]) for k, v in before.items())
+def attributes_differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether two tensors' attributes differ; containers by their content, one level deep."""
+    return bool(before.keys() ^ after.keys()) or any(not _alike(v, after[k]) for k, v in before.items())
 
 
-def tensor_change(skeleton: Skeleton, token: Token, value: Any, written: set[int]) -> str | None:
-    """Why a tensor slot differs from what the constructor made, or None if it does not."""
+def _alike(a: Any, b: Any) -> bool:
+    if type(a) is type(b) and type(a) in (list, dict):
+        return not slots.differing(slots.read(a), slots.read(b))
+    return slots.same(a, b)
+
+
+def tensor_change(skeleton: Skeleton, token: Token | Composite, value: Any, written: set[int]) -> str | None:
+    """Why a slot with tensors differs from what the constructor made, or None if it does not."""
+    if isinstance(token, Composite):
+        split = Composite.split(value)
+        if split is None or type(value) is not token.kind or len(split[0]) != len(token.parts):
+            return "replaced"
+        for part, now in zip(token.parts, split[0], strict=True):
+            if isinstance(part, (Token, Composite)):
+                why = tensor_change(skeleton, part, now, written)
+                if why is not None:
+                    return why
+            elif not slots.same(part, now):
+                return "changed"
+        return None
     made = skeleton.tensors[token.index]
     if not isinstance(value, torch.Tensor):
         return "removed"
@@ -81,7 +100,7 @@ def tensor_change(skeleton: Skeleton, token: Token, value: Any, written: set[int
         return "given another class"
     if made.storage in written:
         return "written in place"
-    if _attributes_differ(made.attributes, getattr(value, "__dict__", {})):
+    if attributes_differ(made.attributes, getattr(value, "__dict__", {})):
         return "given other attributes"
     return None
 
@@ -104,7 +123,7 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
         for key in [*before, *(key for key in after if key not in before)]:
             was, now = before.get(key, ABSENT), after.get(key, ABSENT)
             why: str | None
-            if isinstance(was, Token):
+            if isinstance(was, (Token, Composite)):
                 why = tensor_change(skeleton, was, now, written)
             elif was is ABSENT:
                 why = "added"
@@ -150,12 +169,12 @@ def _close_over_storages(skeleton: Skeleton, plan: Plan, reasons: dict[int, str]
     """A slot on a storage that is rebuilt is rebuilt too, wherever it is held: ties, alias buffers, views."""
     for slots_to_restore in plan.restore.values():
         for value in slots_to_restore.values():
-            if isinstance(value, Token):
-                plan.rebuilt_storages.add(skeleton.tensors[value.index].storage)
+            for token in tokens(value):
+                plan.rebuilt_storages.add(skeleton.tensors[token.index].storage)
     for ident, state in skeleton.states.items():
         holder = skeleton.holders[ident]
         for key, value in state.items():
-            if isinstance(value, Token) and skeleton.tensors[value.index].storage in plan.rebuilt_storages:
+            if any(skeleton.tensors[token.index].storage in plan.rebuilt_storages for token in tokens(value)):
                 restore = plan.restore.setdefault(ident, {})
                 if key not in restore:
                     restore[key] = value

@@ -58,13 +58,13 @@ def region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Reg
     return Region(offset, tuple(size for size, _ in merged), tuple(stride for _, stride in merged))
 
 
-def counts(numel: int, regions: Iterable[Region] | Mapping[Region, int]) -> npt.NDArray[np.int16]:
-    """How often each of `numel` elements is written by the regions (int16, saturating in practice never).
+def counts(numel: int, regions: Iterable[Region] | Mapping[Region, int]) -> npt.NDArray[np.int32]:
+    """How often each of `numel` elements is written by the regions.
 
     Raises:
         IndexError: a region reaches outside the storage.
     """
-    out = np.zeros(numel, dtype=np.int16)
+    out = np.zeros(numel, dtype=np.int32)
     items = regions.items() if isinstance(regions, Mapping) else Counter(regions).items()
     for part, times in items:
         if part.numel == 0:
@@ -78,7 +78,7 @@ def counts(numel: int, regions: Iterable[Region] | Mapping[Region, int]) -> npt.
         if _overlaps_itself(part):
             np.add.at(out, _indices(part), times)
         else:
-            view += np.int16(times)
+            view += np.int32(times)
     return out
 
 

@@ -235,10 +235,7 @@ class Lifecycle:
                 session = self.open("load_weights", "implicit", False, self.settings.partial_update)
             token = current.set(session)
             try:
-                out = session.receive(load, weights)
-                if session.stage is not None and not session.whole:
-                    session.stage.allocate_all()
-                return out
+                return session.receive(load, weights)
             except BaseException as error:
                 self.abort(error)
                 raise
@@ -398,9 +395,8 @@ class Lifecycle:
 
     def _fill_placeholder(self, session: WeightLoadSession, number: int) -> None:
         stage = session.stage
-        assert stage is not None and session.receiver is not None
+        assert stage is not None
         track = stage.by_number[number]
-        session.receiver.materialise(track)
         if track.numel == 0 or track.irregular:
             return
         mask = session.mask(track)

@@ -3,7 +3,7 @@
 
 While a loader runs, each operation on a storage that belongs to the model is looked up here. A write is entered in
 the ledger under the source name that is current; a write to memory that serves is redirected to its stage (copy on
-write); a placeholder gets its memory at the first access. Nothing is buffered: a sender may reuse its buffer for the
+write). Nothing is buffered: a sender may reuse its buffer for the
 next tensor as soon as the loader returns.
 """
 
@@ -57,11 +57,6 @@ class Track:
         """Elements of `dtype`."""
         return self.nbytes // self.dtype.itemsize
 
-    @property
-    def missing_memory(self) -> bool:
-        """A placeholder that has not been given its memory."""
-        return self.placeholder and self.nbytes > 0 and self.storage.nbytes() == 0
-
 
 @dataclass(frozen=True)
 class _Signature:
@@ -93,7 +88,6 @@ class Receiver(TorchDispatchMode):
         on_write: called before a write lands, with the track, the destination view, the operator and arguments.
         stage: gives a live track its stage (and repoints the tensors on it); None while a first load is only
             recorded.
-        fill: called when memory has just been given to a placeholder or stage (tests poison it).
     """
 
     def __init__(
@@ -101,29 +95,14 @@ class Receiver(TorchDispatchMode):
         index: dict[int, Track],
         on_write: OnWrite,
         stage: Callable[[Track], None] | None,
-        fill: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.index = index
         self.on_write = on_write
         self.stage = stage
-        self.fill = fill
         self.error: BaseException | None = None
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.pulling = False
-
-    def materialise(self, track: Track) -> None:
-        """Give a placeholder its memory, uninitialised."""
-        if track.missing_memory:
-            track.storage.resize_(track.nbytes)
-            if self.fill is not None:
-                self.fill(view_on(track.storage, track.dtype, 0, (track.numel,), (1,)))
-
-    def _give_memory(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta and tensor.layout is torch.strided:
-            track = self.index.get(tensor.untyped_storage()._cdata)
-            if track is not None and track.missing_memory:
-                self.prepare(tensor, False, None, ())
 
     def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor argument, with memory behind it, redirected to generation B where that exists."""
@@ -140,8 +119,6 @@ class Receiver(TorchDispatchMode):
                 f"the source reads {track.path} of the model while that is being replaced",
                 hint="compute what you send before the update begins (a list, not a generator over live weights)",
             )
-        if track.missing_memory:
-            self.materialise(track)
         if written and self.stage is not None and not track.placeholder and track.stage is None:
             self.stage(track)
         if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
@@ -155,10 +132,8 @@ class Receiver(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         signature = _signature(func)
-        if signature.view:
-            # Views check their bounds against the storage: a placeholder needs its memory before the first one.
-            if args and isinstance(args[0], torch.Tensor) and self.stage is not None:
-                self._give_memory(args[0])
+        if signature.view or "aten::set_" in func._schema.name:
+            # `set_` writes no memory: it gives the tensor another storage, which is noticed by comparing storages.
             return func(*args, **kwargs)
         try:
             new = [

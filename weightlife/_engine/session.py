@@ -30,6 +30,7 @@ from weightlife._engine.events import (
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Received
 from weightlife._engine.receive import CustomOperators, Receiver, Track, region_of
+from weightlife._engine.skeleton import view_on
 from weightlife._engine.stage import Stage
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 
@@ -50,6 +51,19 @@ class State(enum.Enum):
 
 
 COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
+# In-place operations that do not read what they write. Everything else accumulates.
+OVERWRITING = COPY_OPERATORS | {
+    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::index_put_",
+    "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::masked_fill_", "aten::index_fill_",
+    "aten::exponential_", "aten::eye",
+}  # fmt: skip
+
+
+def _accumulates(func: Any) -> bool:
+    """Whether a writing operation also reads what it writes."""
+    if func is None:
+        return False
+    return func._schema.name not in OVERWRITING and "out" not in func._schema.overload_name
 
 
 class WeightLoadSession:
@@ -154,7 +168,7 @@ class WeightLoadSession:
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
             isolated, life.fill,
         )  # fmt: skip
-        self.receiver = Receiver(self.stage.index, self._on_write, self._stage_live, life.fill)
+        self.receiver = Receiver(self.stage.index, self._on_write, self._stage_live)
         self.operators = CustomOperators(self.receiver, None)
         self.stage.present()
         self.state = State.PREPARED
@@ -255,13 +269,15 @@ class WeightLoadSession:
             return
         if track.number is None:
             return
-        self._check_cast(track, func, args)
+        self._check_cast(track, view, func, args)
         part = region_of(track, view)
         if part is None:
             track.irregular = True
             return
         if part.numel == 0:
             return
+        if _accumulates(func) and part not in track.ever:
+            self._before_accumulation(track, part, func)
         if not self.explicit:
             self._maybe_new_epoch(track, part)
         track.written[part] += 1
@@ -290,23 +306,46 @@ class WeightLoadSession:
         track.written[part] -= 1  # counted by the caller
         self.epochs += 1
 
-    def _check_cast(self, track: Track, func: Any, args: tuple[Any, ...]) -> None:
-        if func._schema.name not in COPY_OPERATORS or len(args) < 2 or not isinstance(args[1], torch.Tensor):
-            return
-        source = str(args[1].dtype).removeprefix("torch.")
-        target = str(args[0].dtype).removeprefix("torch.") if isinstance(args[0], torch.Tensor) else source
-        if source == target or self.settings.casts == "off":
-            return
+    def _before_accumulation(self, track: Track, part: Any, func: Any) -> None:
+        """An operation that reads what it writes needs what a cold load would find there: the constructor's value."""
         assert track.number is not None
-        if (track.number, source) in self.life.manifest.casts or manifests.cast_allowed(source, target):
+        wanted = ledger.counts(track.numel, [part]) > 0
+        if track.irregular or not (wanted & ~self.mask(track)).any():
             return
-        self.problem(
-            errors.DtypeMismatchError(
-                f"a {source} tensor for a {target} weight: quantised data in the wrong place",
+        unwritten = ~self.mask(track)
+        whole = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
+        if not self.life.skeleton.fill_kept(track.number, whole, unwritten & wanted):
+            raise errors.BypassError(
+                f"{func._schema.name} reads elements of {track.path} that this update has not written",
                 model=self.life.name, layer=track.path, tensors=[self.current_name], session=self.id,
-            ),
-            self.settings.casts,
-        )  # fmt: skip
+                hint="write them with copy_ first",
+            )  # fmt: skip
+
+    def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        if (
+            func is None
+            or self.settings.casts == "off"
+            or func._schema.name not in COPY_OPERATORS
+            or len(args) < 2
+        ):
+            return
+        pairs = zip(args[0], args[1], strict=False) if isinstance(args[0], (list, tuple)) else [args[:2]]
+        target = str(view.dtype).removeprefix("torch.")
+        assert track.number is not None
+        for destination, given in pairs:
+            if not isinstance(given, torch.Tensor) or destination.dtype != view.dtype:
+                continue
+            source = str(given.dtype).removeprefix("torch.")
+            accepted = (track.number, source) in self.life.manifest.casts
+            if source != target and not accepted and not manifests.cast_allowed(source, target):
+                self.problem(
+                    errors.DtypeMismatchError(
+                        f"a {source} tensor for a {target} weight: quantised data in the wrong place",
+                        model=self.life.name, layer=track.path, tensors=[self.current_name], session=self.id,
+                    ),
+                    self.settings.casts,
+                )  # fmt: skip
+                return
 
     def mask(self, track: Track) -> Any:
         """Elements that this session wrote (numpy bool, shape (numel,)). All, where writes can't be mapped."""
@@ -343,16 +382,21 @@ class WeightLoadSession:
             CompletenessError, StorageMovedError, or what a hook of the host raised, unchanged.
         """
         self._expect(State.PREPARED, State.RECEIVING)
+        with self.life.entered():
+            self._finish()
+
+    def _finish(self) -> None:
         assert self.stage is not None
         self.phase("validate")
+        self.stage.show_b()
+        self.stage.note_replaced()
         touched = self.touched()
         self.check_complete(touched)
         self.state = State.PROCESSING
-        self.stage.show_b()
-        with self.life.entered():
+        if not self.kernel_format:
             # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
             wanted = self._restore_unwritten(touched)
-        if not self.kernel_format:
+            self.stage.forget_placeholders()
             with self.inside():
                 self._process(wanted)
         self.phase("validate")

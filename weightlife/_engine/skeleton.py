@@ -9,7 +9,10 @@ buffers and views survive as such when placeholders are made. Values are kept on
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +33,35 @@ class Token:
     """Stands in a remembered state for a tensor: its number in the skeleton."""
 
     index: int
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Stands for an immutable container that holds tensors: it is made anew, with placeholders in it."""
+
+    make: Callable[[list[Any]], Any]
+    parts: tuple[Any, ...]
+    kind: type
+
+    @staticmethod
+    def split(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+        """The parts of an immutable container, and how to make another of it; None for anything else."""
+        if isinstance(value, tuple):
+            cls = type(value)
+            return list(value), (lambda parts: cls(*parts)) if hasattr(cls, "_fields") else cls
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.Tensor):
+            function = value.__func__
+            return [value.__self__], lambda parts: types.MethodType(function, parts[0])
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, torch.Tensor):
+            name = value.__name__
+            return [value.__self__], lambda parts: getattr(parts[0], name)
+        if isinstance(value, functools.partial):
+            names, count = list(value.keywords), len(value.args)
+            parts = [value.func, *value.args, *value.keywords.values()]
+            return parts, lambda new: functools.partial(
+                new[0], *new[1 : 1 + count], **dict(zip(names, new[1 + count :], strict=True))
+            )
+        return None
 
 
 @dataclass
@@ -98,6 +130,23 @@ def view_on(
     return out
 
 
+def copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A tensor's attributes, its containers copied one level: loaders append to lists that hang on a parameter."""
+    return {
+        name: type(value)(value) if type(value) in (list, dict, set) else value
+        for name, value in attributes.items()
+    }
+
+
+def tokens(value: Any) -> Iterator[Token]:
+    """The tokens in a remembered slot value."""
+    if isinstance(value, Token):
+        yield value
+    elif isinstance(value, Composite):
+        for part in value.parts:
+            yield from tokens(part)
+
+
 class Skeleton:
     """The constructor's state of a model: holders, slots (tensors as tokens), tensors, storages."""
 
@@ -113,10 +162,19 @@ class Skeleton:
             ident: {key: self._tokenise(value, holders[ident], key) for key, value in state.items()}
             for ident, state in states.items()
         }
+        # An immutable container is part of the slot that holds it; kept as a holder it would keep its tensors.
+        for ident in [i for i, h in holders.items() if Composite.split(h.obj) is not None]:
+            if any(isinstance(value, (Token, Composite)) for value in self.states[ident].values()):
+                del self.holders[ident], self.states[ident]
         self._keep_constructor_values(provisional)
 
-    def _tokenise(self, value: Any, holder: slots.Holder, key: slots.Key) -> Any:
+    def _tokenise(self, value: Any, holder: slots.Holder, key: slots.Key, depth: int = 0) -> Any:
         if not isinstance(value, torch.Tensor):
+            split = Composite.split(value) if depth < slots.MAX_DEPTH else None
+            if split is not None:
+                parts = tuple(self._tokenise(part, holder, key, depth + 1) for part in split[0])
+                if any(isinstance(part, (Token, Composite)) for part in parts):
+                    return Composite(split[1], parts, type(value))
             return value
         path = slots.step(holder.path, key)
         index = self._by_tensor.get(id(value))
@@ -143,7 +201,7 @@ class Skeleton:
         self.tensors.append(
             TensorSkeleton(
                 weakref.ref(tensor), number, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
-                tensor.dtype, type(tensor), dict(getattr(tensor, "__dict__", {})), tensor.requires_grad, path,
+                tensor.dtype, type(tensor), copied(getattr(tensor, "__dict__", {})), tensor.requires_grad, path,
             )
         )  # fmt: skip
         self.storages[number].tensors.append(index)

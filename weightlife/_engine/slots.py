@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,11 +70,16 @@ def _slot_names(obj: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _slot_names_of_type(cls: Any) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        declared = base.__dict__.get("__slots__", ())
-        names += [declared] if isinstance(declared, str) else list(declared)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    # By descriptor, not by `__slots__`: private names are stored mangled.
+    if cls.__module__ == "builtins":
+        return ()
+    return tuple(
+        name
+        for base in cls.__mro__
+        if base.__module__ != "builtins" and "__slots__" in vars(base)
+        for name, value in vars(base).items()
+        if inspect.ismemberdescriptor(value)
+    )
 
 
 def read(obj: Any) -> State:
@@ -90,9 +97,13 @@ def read(obj: Any) -> State:
     elif isinstance(obj, dict):
         for name, value in obj.items():
             state["item", name] = value
-    elif isinstance(obj, (list, tuple)):
+        _read_attributes(obj, state)
+    elif isinstance(obj, (list, tuple, deque)):
         for index, value in enumerate(obj):
             state["item", index] = value
+        _read_attributes(obj, state)
+    elif isinstance(obj, set):
+        state["set", "elements"] = frozenset(obj)
     elif isinstance(obj, types.FunctionType):
         for index, cell in enumerate(obj.__closure__ or ()):
             try:
@@ -113,14 +124,18 @@ def read(obj: Any) -> State:
         for name, value in obj.keywords.items():
             state["keyword", name] = value
     else:
-        for name, value in getattr(obj, "__dict__", {}).items():
-            state["attr", name] = value
-        for name in _slot_names(obj):
-            try:
-                state["slot", name] = object.__getattribute__(obj, name)
-            except AttributeError:
-                continue
+        _read_attributes(obj, state)
     return state
+
+
+def _read_attributes(obj: Any, state: State) -> None:
+    for name, value in getattr(obj, "__dict__", {}).items():
+        state["attr", name] = value
+    for name in _slot_names(obj):
+        try:
+            state["slot", name] = object.__getattribute__(obj, name)
+        except AttributeError:
+            continue
 
 
 def write(obj: Any, target: State, changed: list[Key]) -> None:
@@ -131,28 +146,52 @@ def write(obj: Any, target: State, changed: list[Key]) -> None:
     """
     if isinstance(obj, torch.nn.Module):
         _write_module(obj, target, changed)
-    elif isinstance(obj, list):
-        obj[:] = [value for (kind, _), value in target.items() if kind == "item"]
+    elif isinstance(obj, (list, deque)):
+        if any(kind == "item" for kind, _ in changed):
+            wanted = [value for (kind, _), value in target.items() if kind == "item"]
+            obj.clear()
+            obj.extend(wanted)
+        _write_attributes(obj, target, changed)
     elif isinstance(obj, dict):
-        wanted = {name: value for (kind, name), value in target.items() if kind == "item"}
+        if any(kind == "item" for kind, _ in changed):
+            entries = {name: value for (kind, name), value in target.items() if kind == "item"}
+            obj.clear()
+            obj.update(entries)
+        _write_attributes(obj, target, changed)
+    elif isinstance(obj, set):
         obj.clear()
-        obj.update(wanted)
+        obj.update(target["set", "elements"])
     elif isinstance(obj, types.FunctionType):
-        for kind, index in changed:
-            if kind == "cell" and obj.__closure__ is not None:
-                obj.__closure__[index].cell_contents = target[kind, index]
+        _write_function(obj, target, changed)
     elif not isinstance(obj, (tuple, types.MethodType, functools.partial)):
-        for kind, name in changed:
-            present = (kind, name) in target
-            if kind == "attr":
-                if present:
-                    vars(obj)[name] = target[kind, name]
-                else:
-                    vars(obj).pop(name, None)
-            elif present:
+        _write_attributes(obj, target, changed)
+
+
+def _write_attributes(obj: Any, target: State, changed: list[Key]) -> None:
+    for kind, name in changed:
+        present = (kind, name) in target
+        if kind == "attr":
+            if present:
+                vars(obj)[name] = target[kind, name]
+            else:
+                vars(obj).pop(name, None)
+        elif kind == "slot":
+            if present:
                 object.__setattr__(obj, name, target[kind, name])
             elif hasattr(obj, name):
                 object.__delattr__(obj, name)
+
+
+def _write_function(function: types.FunctionType, target: State, changed: list[Key]) -> None:
+    for kind, index in changed:
+        if kind == "cell" and function.__closure__ is not None and (kind, index) in target:
+            function.__closure__[index].cell_contents = target[kind, index]
+    if any(kind == "default" for kind, _ in changed):
+        function.__defaults__ = tuple(value for (kind, _), value in target.items() if kind == "default")
+    if any(kind == "kwdefault" for kind, _ in changed):
+        function.__kwdefaults__ = {
+            name: value for (kind, name), value in target.items() if kind == "kwdefault"
+        }
 
 
 def _write_module(module: torch.nn.Module, target: State, changed: list[Key]) -> None:
@@ -216,13 +255,16 @@ def differing(before: State, after: State) -> list[Key]:
 def _descends(value: Any) -> bool:
     if isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
         return False
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, dict, set, deque)):
+        # Empty ones too: what a hook puts in later is the difference that must be found.
+        return len(value) <= MAX_ITEMS
+    if isinstance(value, tuple):
         return 0 < len(value) <= MAX_ITEMS
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
     if isinstance(value, (types.MethodType, functools.partial)):
         return True
-    if isinstance(value, (weakref.ref, set, frozenset)) or (callable(value) and isinstance(value, type)):
+    if isinstance(value, (weakref.ref, frozenset)) or (callable(value) and isinstance(value, type)):
         return False
     # Objects of torch itself (operators, streams, groups, compiled callables) are not weight state.
     if (type(value).__module__ or "").partition(".")[0] == "torch":
@@ -275,9 +317,10 @@ def _walk_objects(
     states: dict[int, State],
     skip: Callable[[Any], bool],
 ) -> None:
-    stack = [(value, step(path, key), 1) for key, value in _children(state)]
-    while stack:
-        value, where, depth = stack.pop()
+    # Breadth first: an object counts by the shortest way to it.
+    queue = deque((value, step(path, key), 1) for key, value in _children(state))
+    while queue:
+        value, where, depth = queue.popleft()
         if depth > MAX_DEPTH or not _descends(value):
             continue
         known = holders.get(id(value))
@@ -290,4 +333,4 @@ def _walk_objects(
         else:
             holders[id(value)] = Holder(value, where, {owner})
             states[id(value)] = read(value)
-        stack += [(child, step(where, key), depth + 1) for key, child in _children(states[id(value)])]
+        queue += [(child, step(where, key), depth + 1) for key, child in _children(states[id(value)])]

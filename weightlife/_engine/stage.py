@@ -8,15 +8,26 @@ is copied, so a pass that comes in the middle of an update costs a few milliseco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from weightlife._engine import slots
 from weightlife._engine.footprint import ABSENT, Plan, live_numbers
+from weightlife._engine.ledger import region
 from weightlife._engine.receive import Track
-from weightlife._engine.skeleton import Skeleton, Token, storage_key, view_on
+from weightlife._engine.skeleton import Composite, Skeleton, Token, copied, storage_key, view_on
+
+
+def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:
+    """The tensors in a holder's slots, and those that hang on them as attributes."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield key, value
+            for attribute in getattr(value, "__dict__", {}).values():
+                if isinstance(attribute, torch.Tensor):
+                    yield key, attribute
 
 
 class Stage:
@@ -65,8 +76,8 @@ class Stage:
         seen: set[int] = set()
         for ident, state in self.before.items():
             holder = self.holders[ident]
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or id(value) in seen:
+            for key, value in _tensors(state):
+                if id(value) in seen:
                     continue
                 seen.add(id(value))
                 identity = storage_key(value)
@@ -107,7 +118,11 @@ class Stage:
             slots.write(holder.obj, ordered, list(restore))
 
     def _value(self, value: Any) -> Any:
-        return self._placeholder(value.index) if isinstance(value, Token) else value
+        if isinstance(value, Token):
+            return self._placeholder(value.index)
+        if isinstance(value, Composite):
+            return value.make([self._value(part) for part in value.parts])
+        return value
 
     def _placeholder(self, index: int) -> torch.Tensor:
         known = self.placeholders.get(index)
@@ -117,21 +132,18 @@ class Stage:
         track = self.by_number.get(made.storage)
         if track is None:
             skeleton = self.skeleton.storages[made.storage]
+            # Memory from the start: a loader may read, print or take the address of a parameter. On a CPU pages come
+            # at the first touch; on a device all of B is there before processing anyway.
             storage = torch.UntypedStorage(skeleton.nbytes, device=skeleton.device)
+            if self.fill is not None:
+                self.fill(view_on(storage, skeleton.dtype, 0, (skeleton.numel,), (1,)))
             track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
             self.by_number[made.storage] = track
             self.index[int(storage._cdata)] = track
-        # The view is made while the storage has its size, then the memory is let go: shape, strides and device are
-        # real to a loader that asks for them, and memory comes back at the first access.
-        grown = track.storage.nbytes() == 0 and track.nbytes > 0
-        if grown:
-            track.storage.resize_(track.nbytes)
         tensor = view_on(track.storage, made.dtype, made.offset, made.shape, made.stride)
-        if not track.ever:
-            track.storage.resize_(0)
         if made.cls is not torch.Tensor:
             tensor.__class__ = made.cls
-        tensor.__dict__.update(made.attributes)
+        tensor.__dict__.update(copied(made.attributes))
         tensor.requires_grad_(made.requires_grad)
         self.placeholders[index] = tensor
         return tensor
@@ -162,13 +174,37 @@ class Stage:
             storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
-    def allocate_all(self) -> None:
-        """Give every placeholder memory: nobody outside may meet a tensor without it."""
+    def note_replaced(self) -> None:
+        """Enter tensors that a loader gave other data (`.data =`, `set_`) as written whole."""
+        for index, tensor in self.placeholders.items():
+            made = self.skeleton.tensors[index]
+            track = self.by_number[made.storage]
+            if storage_key(tensor) != int(track.storage._cdata):
+                self._replaced(track, made.dtype, made.offset, made.shape, made.stride)
         for track in self.by_number.values():
-            if track.missing_memory:
-                track.storage.resize_(track.nbytes)
-                if self.fill is not None:
-                    self.fill(view_on(track.storage, track.dtype, 0, (track.numel,), (1,)))
+            for tensor, a_view in track.tensors:
+                known = (int(track.storage._cdata), int(track.current._cdata))
+                if storage_key(tensor) not in known:
+                    self._replaced(
+                        track, a_view.dtype, a_view.storage_offset(), a_view.shape, a_view.stride()
+                    )
+
+    @staticmethod
+    def _replaced(track: Track, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> None:
+        if dtype.itemsize != track.dtype.itemsize:
+            track.irregular = True
+            return
+        part = region(int(offset), tuple(shape), tuple(stride))
+        if not track.written[part]:
+            track.written[part] = 1
+            track.ever.add(part)
+
+    def forget_placeholders(self) -> None:
+        """Let go of model-format memory: from here on only the layers' own slots hold it, until hooks drop it."""
+        self.placeholders.clear()
+        for number in [n for n, track in self.by_number.items() if track.placeholder]:
+            track = self.by_number.pop(number)
+            self.index.pop(int(track.storage._cdata), None)
 
     # -- exchange ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weightlife._engine import slots
+from weightlife._engine.footprint import attributes_differ
 from weightlife._engine.receive import CustomOperators
 from weightlife._engine.skeleton import is_uninitialized, storage_key, view_on
 from weightlife._engine.stage import Stage
@@ -183,6 +184,7 @@ class Settler:
             and isinstance(a, torch.Tensor)
             and type(a) is type(b)
             and id(b) in self._moved
+            and not attributes_differ(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}))
         ):
             self.out.rebind.append((holder.obj, key[0], key[1], a))
 

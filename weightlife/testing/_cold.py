@@ -86,7 +86,8 @@ class Server:
         with self._lock, tempfile.TemporaryDirectory(prefix="weightlife-job-") as scratch:
             order = {**job, "scratch": scratch, "timeout": timeout}
             process = self._started()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
@@ -160,7 +161,7 @@ def close() -> None:
 
 
 def fingerprint_of(
-    folder: Path, engine_kwargs: dict[str, Any], environment: dict[str, str]
+    folder: Path, engine_kwargs: dict[str, Any], environment: dict[str, str], serve_as: Path | None = None
 ) -> dict[str, Any]:
     """`oracle.cold`: the cached answer, or one measured now."""
     from weightlife.testing import oracle
@@ -182,7 +183,11 @@ def fingerprint_of(
     started = time.monotonic()
     job = {
         "call": "weightlife.testing._cold:measure",
-        "arguments": {"folder": str(folder), "kwargs": engine_kwargs},
+        "arguments": {
+            "folder": str(folder),
+            "kwargs": engine_kwargs,
+            "serve_as": None if serve_as is None else str(serve_as),
+        },
         "environment": {**environment, "WEIGHTLIFE": "0"},
     }
     answer: dict[str, Any] = run(job, fresh=needs_fresh(engine_kwargs, environment))
@@ -190,7 +195,7 @@ def fingerprint_of(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(answer))
-    os.replace(partial, path)
+    partial.replace(path)
     return answer
 
 
@@ -203,21 +208,34 @@ def needs_fresh(engine_kwargs: dict[str, Any], environment: dict[str, str]) -> b
     )
 
 
-def measure(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Load `folder` cold in this process and return its fingerprint."""
+def point(link: Path, folder: Path) -> Path:
+    """Make `link` a symbolic link to `folder`, whatever it pointed to before, and return it."""
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.resolve(), target_is_directory=True)
+    return link
+
+
+def measure(folder: str, kwargs: dict[str, Any], serve_as: str | None = None) -> dict[str, Any]:
+    """Load `folder` cold in this process and return its fingerprint; `serve_as` as in `oracle.cold`."""
     from vllm import LLM
 
     from weightlife.testing import oracle
 
     os.environ[oracle.POISON_VARIABLE] = "1"
     oracle.poison()
-    llm = LLM(**oracle.engine_arguments(folder, **kwargs))
+    place = folder if serve_as is None else str(point(Path(serve_as), Path(folder)))
+    llm = LLM(**oracle.engine_arguments(place, **kwargs))
     KEEP.append(llm)
     return oracle.fingerprint(llm)
 
 
 def _clean(environment: Any) -> dict[str, str]:
-    base = {k: v for k, v in environment.items() if not k.startswith(("WEIGHTLIFE_", "PYTEST_"))}
+    ours = "WEIGHTLIFE_TEST"  # where the cache is, for instance; settings of the product stay out
+    base = {
+        k: v
+        for k, v in environment.items()
+        if k.startswith(ours) or not k.startswith(("WEIGHTLIFE", "PYTEST_"))
+    }
     return {**base, **{k: v for k, v in _ENVIRONMENT.items() if k not in environment}}
 
 
@@ -272,7 +290,7 @@ def _child(order: dict[str, Any]) -> int:
         sys.path.insert(0, folder)
     try:
         _perform(order)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  the parent reports it
         traceback.print_exc()
         return 1
     return 0
@@ -341,7 +359,7 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         return 0
-    print(__doc__, file=sys.stderr)
+    sys.stderr.write(__doc__ or "")
     return 2
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.utils.deterministic
+
+_DETERMINISTIC: Final[Any] = torch.utils.deterministic  # its attribute is a property that stubs do not know
 
 POISON_VARIABLE: Final = "WEIGHTLIFE_TEST_POISON"
 """Set to "1", workers that load `worker_ext` poison themselves at start-up."""
@@ -24,7 +26,7 @@ def poison(on: bool = True) -> None:
     # warn_only: kernels without a deterministic variant run as before, and say so once too often.
     warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     torch.use_deterministic_algorithms(on, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = on  # type: ignore[assignment]
+    _DETERMINISTIC.fill_uninitialized_memory = on
 
 
 @contextlib.contextmanager
@@ -32,10 +34,10 @@ def poisoned() -> Iterator[None]:
     """`poison` for the length of a block; what was set before is set again."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = bool(torch.utils.deterministic.fill_uninitialized_memory)
+    fill = bool(_DETERMINISTIC.fill_uninitialized_memory)
     poison()
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
+        _DETERMINISTIC.fill_uninitialized_memory = fill

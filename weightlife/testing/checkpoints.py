@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -88,7 +86,7 @@ def make(family: str, root: Path) -> Pair:
         (work / _STAMP).write_text(json.dumps(stamp))
         if place.exists():
             shutil.rmtree(place)
-        os.replace(work, place)
+        work.replace(place)
     return folders
 
 
@@ -157,12 +155,13 @@ def _dense_model(row: Family, seed: int) -> Any:
 
 
 def _save_tokenizer(out: Path, vocab_size: int) -> None:
+    import transformers
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     vocab = {chr(i) if i >= 32 else f"<{i}>": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<2>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<0>", eos_token="<1>").save_pretrained(out)
+    fast: Any = transformers.PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, bos_token="<0>", eos_token="<1>").save_pretrained(out)
 
 
 def _require_different(a: Path, b: Path) -> None:
@@ -178,15 +177,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0].startswith("-"):
-        print(__doc__, file=sys.stderr)
+        sys.stderr.write(__doc__ or "")
         return 2
     root, names = Path(words[0]), words[1:] or list(FAMILIES)
     unknown = sorted(set(names) - set(FAMILIES))
     if unknown:
-        print(f"unknown families {unknown}; there are {list(FAMILIES)}", file=sys.stderr)
+        sys.stderr.write(f"unknown families {unknown}; there are {list(FAMILIES)}\n")
         return 2
     for name in names:
-        print(make(name, root).a.parent)
+        sys.stdout.write(f"{make(name, root).a.parent}\n")
     return 0
 
 

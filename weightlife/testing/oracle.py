@@ -145,10 +145,9 @@ def _logprob_differences(got: Sequence[Any], want: Sequence[Any], names: tuple[s
             for place, (x, y) in enumerate(zip(a, b, strict=False)):
                 if x != y:
                     left, right = float.fromhex(x[1]), float.fromhex(y[1])
-                    return [
-                        f"prompt {prompt} step {step} logprob {place}: {names[0]} {left!r} (token {x[0]}), "
-                        f"{names[1]} {right!r} (token {y[0]})"
-                    ]
+                    mine_is, theirs_is = f"{left!r} (token {x[0]})", f"{right!r} (token {y[0]})"
+                    where = f"prompt {prompt} step {step} logprob {place}"
+                    return [f"{where}: {names[0]} {mine_is}, {names[1]} {theirs_is}"]
             if len(a) != len(b):
                 return [f"prompt {prompt} step {step}: {len(a)} log-probabilities, {names[1]} {len(b)}"]
     return []
@@ -192,7 +191,11 @@ def summary(found: Sequence[str], context: str = "", shown: int = _SHOWN) -> str
 
 
 def cold(
-    folder: Path | str, *, environment: Mapping[str, str] | None = None, **engine_kwargs: Any
+    folder: Path | str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    serve_as: Path | None = None,
+    **engine_kwargs: Any,
 ) -> Fingerprint:
     """The fingerprint of a cold load of `folder` by stock vLLM, in a process of its own.
 
@@ -200,12 +203,19 @@ def cold(
     under test. The answer is kept on disk by content of the folder, arguments and host version, below
     `$WEIGHTLIFE_TESTING_CACHE`.
 
+    Args:
+        folder: the checkpoint.
+        environment: variables of the process.
+        serve_as: a symbolic link to make and to load through. vLLM's compile cache is keyed by the path of
+            the model: checkpoints that are served under one path share compiled code.
+        engine_kwargs: arguments of `vllm.LLM`, over those of `engine_arguments`.
+
     Raises:
         RuntimeError: the process failed; its output is in the message.
     """
     from weightlife.testing import _cold
 
-    return _cold.fingerprint_of(Path(folder), dict(engine_kwargs), dict(environment or {}))
+    return _cold.fingerprint_of(Path(folder), dict(engine_kwargs), dict(environment or {}), serve_as)
 
 
 def cache_folder() -> Path:

@@ -29,19 +29,19 @@ BACKEND: Final = "weightlife_test_folder"
 
 
 @dataclass
-class FolderInitInfo(WeightTransferInitInfo):
+class FolderInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not followed
     """Nothing to agree on beforehand."""
 
 
 @dataclass
-class FolderUpdateInfo(WeightTransferUpdateInfo):
+class FolderUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not followed
     """One bucket: tensors `names` of the checkpoint in `folder`, in that order."""
 
     folder: str = ""
     names: list[str] = field(default_factory=list)
 
 
-class FolderTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpdateInfo]):
+class FolderTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpdateInfo]):  # type: ignore[misc]  # vLLM is not followed
     """Loads each bucket from disk into a layerwise reload."""
 
     init_info_cls = FolderInitInfo

@@ -198,9 +198,7 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs:
         if life.session is not None and life.session.whole:
             return None
         _end_implicit(life)
-        session = life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
-        assert session.stage is not None
-        session.stage.allocate_all()
+        life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
     return None
 
 

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""install, uninstall, observe: settings, environment, what is open, and every attribute of the real host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightlife
+from tests.toyhost import Served, poison
+from weightlife import errors
+from weightlife._engine import lifecycle
+from weightlife.config import Settings
+from weightlife.hosts import runtime
+from weightlife.hosts.vllm import plugin
+
+ROOT = Path(__file__).resolve().parents[2]
+RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WEIGHTLIFE")] + [RAY]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def child(code: str, **environment: str) -> Any:
+    """Run code in a fresh interpreter; its last line is JSON."""
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE") and k != RAY}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT, env={**keep, **environment}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class TestEnvironment:
+    def test_exported_and_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WEIGHTLIFE_STORAGE", "adopted")
+        before = dict(os.environ)
+        weightlife.install(isolation="in_place")
+        assert os.environ["WEIGHTLIFE"] == "1"
+        assert os.environ["WEIGHTLIFE_ISOLATION"] == "in_place"
+        assert Settings.from_env(os.environ) == Settings(isolation="in_place", storage="adopted")
+        assert runtime.settings() == Settings(isolation="in_place", storage="adopted")
+        weightlife.uninstall()
+        assert dict(os.environ) == before
+
+    @pytest.mark.parametrize(
+        ("was", "now"), [(None, "WEIGHTLIFE"), ("NCCL,MINE", "NCCL,MINE,WEIGHTLIFE"), ("WEIGHTLIFE", "WEIGHTLIFE")]
+    )
+    def test_ray_workers_get_the_prefix(self, was: str | None, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if was is not None:
+            monkeypatch.setenv(RAY, was)
+        weightlife.install()
+        weightlife.install()
+        assert os.environ[RAY] == now
+        weightlife.uninstall()
+        assert os.environ.get(RAY) == was
+
+    @pytest.mark.parametrize("off", ["0", "false", "off"])
+    def test_zero_wins(self, off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WEIGHTLIFE", off)
+        before = dict(os.environ)
+        weightlife.install()
+        plugin.register()
+        assert not weightlife.status()["installed"]
+        assert dict(os.environ) == before
+
+    def test_twice_is_once(self) -> None:
+        before = dict(os.environ)
+        weightlife.install(storage="pinned")
+        patcher = runtime.patcher()
+        weightlife.install(storage="adopted")
+        assert runtime.patcher() is patcher
+        assert runtime.settings().storage == "adopted"
+        weightlife.uninstall()
+        assert dict(os.environ) == before
+        weightlife.uninstall()  # nothing to do is no error
+
+    def test_a_bad_setting_changes_nothing(self) -> None:
+        before = dict(os.environ)
+        with pytest.raises(errors.ConfigError):
+            weightlife.install(isolation="none")
+        with pytest.raises(errors.ConfigError, match="isolation"):
+            weightlife.install(isolatoin="staged")
+        assert not runtime.installed()
+        assert dict(os.environ) == before
+
+    def test_a_bad_setting_on_the_second_call_keeps_the_first(self) -> None:
+        weightlife.install(storage="pinned")
+        with pytest.raises(errors.ConfigError):
+            weightlife.install(storage="nowhere")
+        assert runtime.settings().storage == "pinned"
+
+
+class TestPlugin:
+    def test_is_inert_unless_asked(self) -> None:
+        plugin.register()
+        assert not runtime.installed()
+
+    def test_installs_where_the_environment_asks_and_exports_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WEIGHTLIFE", "1")
+        monkeypatch.setenv("WEIGHTLIFE_STORAGE", "pinned")
+        before = dict(os.environ)
+        plugin.register()
+        plugin.register()
+        assert runtime.settings() == Settings(storage="pinned")
+        assert dict(os.environ) == before
+        weightlife.uninstall()
+        assert dict(os.environ) == before
+
+    @pytest.mark.parametrize(("name", "value"), [("WEIGHTLIFE_STORAGE", "nowhere"), ("WEIGHTLIFE", "perhaps")])
+    def test_never_raises_into_the_host(self, name: str, value: str, monkeypatch, caplog) -> None:
+        monkeypatch.setenv("WEIGHTLIFE", "1")
+        monkeypatch.setenv(name, value)
+        with caplog.at_level("ERROR", "weightlife"):
+            plugin.register()
+        assert not runtime.installed()
+        assert "weightlife" in caplog.text
+
+    def test_the_front_ends_install_is_the_plugins_too(self) -> None:
+        weightlife.install(storage="pinned")
+        plugin.register()
+        assert runtime.settings().storage == "pinned"
+
+
+class TestOpenSessions:
+    def test_install_uninstall_and_observe_are_refused(self) -> None:
+        weightlife.install()
+        served = Served(("packed",))
+        session = served.open()
+        for call in (weightlife.install, weightlife.uninstall, weightlife.observe):
+            with pytest.raises(errors.ActiveSessionError) as caught:
+                call()
+            assert caught.value.session == session.id
+            assert "client" in caught.value.message
+        assert runtime.installed()
+        served.life.abort()
+        weightlife.uninstall()
+        assert not runtime.installed()
+
+    def test_uninstall_gives_live_models_back(self) -> None:
+        weightlife.install()
+        served = Served(("packed", "dense"))
+        served.update(served.checkpoint(1))
+        want = served.run()
+        weightlife.uninstall()
+        assert lifecycle.of(served.model) is None
+        assert "_weightlife" not in vars(served.model)
+        assert torch.equal(served.model(torch.arange(1.0, 5.0)), want)
+
+    def test_a_refused_install_leaves_settings_and_environment(self) -> None:
+        weightlife.install(storage="pinned")
+        before = dict(os.environ)
+        served = Served(("packed",))
+        served.open()
+        with pytest.raises(errors.ActiveSessionError):
+            weightlife.install(storage="adopted")
+        assert runtime.settings().storage == "pinned"
+        assert dict(os.environ) == before
+        served.life.abort()
+
+
+class TestObserve:
+    def test_switches_at_run_time(self) -> None:
+        weightlife.install()
+        weightlife.observe()
+        assert weightlife.status()["mode"] == "observe"
+        weightlife.observe(on=False)
+        assert weightlife.status()["mode"] == "enforce"
+
+    def test_needs_an_installation(self) -> None:
+        with pytest.raises(errors.NotInstalledError):
+            weightlife.observe()
+
+
+class TestStatus:
+    def test_before_and_after(self) -> None:
+        assert weightlife.status()["installed"] is False
+        weightlife.install(storage="pinned")
+        status = weightlife.status()
+        assert (status["installed"], status["mode"], status["pid"]) == (True, "enforce", os.getpid())
+        assert status["settings"]["WEIGHTLIFE_STORAGE"] == "pinned"
+        assert {row["state"] for row in status["seams"]} == {"waiting for import"}
+        assert all(row["why"] for row in status["seams"])
+        json.dumps(status)
+        weightlife.uninstall()
+        assert weightlife.status()["installed"] is False
+
+    def test_models_are_listed(self) -> None:
+        weightlife.install()
+        served = Served(("packed",))
+        served.update(served.checkpoint(1))
+        (row,) = [row for row in weightlife.status()["models"] if row["generation"] == 1]
+        assert (row["model"], row["status"], row["session"]) == ("ToyModel", "ready", None)
+
+    def test_last_report(self) -> None:
+        weightlife.install()
+        served = Served(("packed",))
+        report = weightlife.last_report(served.model)
+        assert report is not None
+        assert report.operation == "first_load"
+        with pytest.raises(errors.NotInstalledError):
+            weightlife.last_report(torch.nn.Linear(1, 1))
+        with pytest.raises(errors.HostError):
+            weightlife.last_report(object())
+
+
+class TestPoison:
+    def test_only_where_the_environment_asks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert runtime.fill() is None
+        monkeypatch.setenv(runtime.POISON_VARIABLE, "1")
+        fill = runtime.fill()
+        assert fill is not None
+        tensor = torch.zeros(8)[2:4]
+        fill(tensor)
+        assert torch.empty(0).set_(tensor.untyped_storage(), 0, (8,), (1,)).isnan().all()
+
+    def test_toy_poison_is_the_same(self) -> None:
+        tensor = torch.zeros(4)
+        poison(tensor)
+        assert tensor.isnan().all()
+
+
+class TestLateCallers:
+    """Somebody kept a wrapper (a class attribute, a default argument): after uninstall it is the host's function."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "initialize_model", "process_weights_after_loading", "load_model", "get_model_loader", "reload_weights",
+            "initialize_layerwise_reload", "finalize_layerwise_reload", "update_weights", "finish_weight_update",
+            "execute_model", "run_on_a", "load_weights", "process_layer", "sleep", "wake_up", "engine_rpc", "engine_step",
+            "after_engine", "after_core",
+        ],
+    )  # fmt: skip
+    def test_wrappers_are_inert_after_uninstall(self, name: str) -> None:
+        from types import SimpleNamespace
+
+        from weightlife.hosts.vllm import seams
+
+        weightlife.install()
+        weightlife.uninstall()
+        model = torch.nn.Linear(1, 1)
+        runner = SimpleNamespace(get_model=lambda: model, model=model)
+        instance = SimpleNamespace(get_model=lambda: model, model_runner=runner, model_config=None)
+        vllm_config = SimpleNamespace(
+            model_config=None, load_config=SimpleNamespace(device="cpu", load_format="auto"),
+            device_config=SimpleNamespace(device="cpu"),
+        )  # fmt: skip
+        first = vllm_config if name == "initialize_model" else model
+        calls: list[Any] = []
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return model
+
+        owner = model if name == "load_weights" else instance
+        out = getattr(seams, name)(original, owner, (first, None, None), {})
+        assert out is model or name.startswith("after_")
+        assert calls == [(first, None, None)]
+        assert "_weightlife" not in vars(model)
+
+
+REAL_MODULES = (
+    "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.utils",
+    "vllm.model_executor.model_loader.base_loader", "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.model_loader.default_loader", "vllm.model_executor.model_loader.dummy_loader",
+    "vllm.model_executor.model_loader.sharded_state_loader",
+)  # fmt: skip
+
+SNAPSHOT = """
+import importlib, json, os, sys
+import weightlife
+MODULES = {modules!r}
+def snap():
+    out = {{}}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("vllm") or type(getattr(module, "__dict__", None)) is not dict:
+            continue
+        for key, value in list(vars(module).items()):
+            out[name, key] = value
+            if isinstance(value, type) and value.__module__.startswith("vllm"):
+                for inner, item in list(vars(value).items()):
+                    out[value.__module__, value.__qualname__, inner] = item
+    return out
+def differences(before, after, ignore=()):
+    keys = before.keys() | after.keys()
+    missing = object()
+    return sorted(str(k) for k in keys if before.get(k, missing) is not after.get(k, missing) and k not in ignore)
+"""
+
+
+def test_every_attribute_of_the_real_host_is_identical_after_uninstall() -> None:
+    code = SNAPSHOT.format(modules=REAL_MODULES) + textwrap.dedent(
+        """
+        for name in MODULES:
+            importlib.import_module(name)
+        before = snap()
+        environment = dict(os.environ)
+        weightlife.install(storage="pinned")
+        during = differences(before, snap())
+        states = {row["seam"]: row["state"] for row in weightlife.status()["seams"]}
+        weightlife.install(storage="adopted")
+        weightlife.uninstall()
+        once = differences(before, snap())
+        weightlife.install()
+        late = importlib.import_module("vllm.model_executor.model_loader.gguf_loader")
+        wrapped = type(vars(late)["initialize_model"]).__name__
+        weightlife.uninstall()
+        after = {k: v for k, v in snap().items() if k in before}
+        again = differences(before, after)
+        original = before["vllm.model_executor.model_loader.utils", "initialize_model"]
+        print(json.dumps({
+            "during": during, "once": once, "again": again, "states": states, "wrapped": wrapped,
+            "late": vars(late)["initialize_model"] is original, "environment": dict(os.environ) == environment,
+        }))
+        """
+    )
+    found = child(code, VLLM_LOGGING_LEVEL="ERROR")
+    assert len(found["during"]) >= 6
+    assert found["once"] == []
+    assert found["again"] == []
+    assert found["late"]
+    assert found["wrapped"] == "SeamWrapper"
+    assert found["environment"]
+    for seam in ("initialize_model", "process_weights_after_loading", "load_model", "get_model_loader"):
+        assert found["states"][seam] == "wrapped", found["states"]
+
+
+def test_installed_before_the_real_host_is_imported() -> None:
+    code = """
+        import importlib, json, sys
+        import weightlife
+        weightlife.install()
+        assert "vllm" not in sys.modules and "torch" not in sys.modules, "install must import neither"
+        base = importlib.import_module("vllm.model_executor.model_loader.base_loader")
+        utils = importlib.import_module("vllm.model_executor.model_loader.utils")
+        names = ("initialize_model", "process_weights_after_loading")
+        during = [type(vars(module)[name]).__name__ for module in (base, utils) for name in names]
+        method = type(vars(base.BaseModelLoader)["load_model"]).__name__
+        weightlife.uninstall()
+        after = [type(vars(module)[name]).__name__ for module in (base, utils) for name in names]
+        print(json.dumps([during, method, after, type(vars(base.BaseModelLoader)["load_model"]).__name__]))
+    """
+    during, method, after, after_method = child(code, VLLM_LOGGING_LEVEL="ERROR")
+    assert during == ["SeamWrapper"] * 4
+    assert method == "SeamWrapper"
+    assert after == ["function"] * 4
+    assert after_method == "function"
