@@ -30,6 +30,7 @@ class Row:
     variant: str = ""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {side: [] for side in SIDES})
     exact: dict[str, bool] = field(default_factory=dict)
+    memory: dict[str, int | None] = field(default_factory=dict)
     error: str = ""
 
     def add(self, pair: dict[str, dict[str, Any]], expected: str = "") -> None:
@@ -56,6 +57,7 @@ class Row:
             "variant": self.variant,
             "samples": self.samples,
             "exact": self.exact,
+            "memory": self.memory,
             "error": self.error,
         }
 
@@ -71,6 +73,7 @@ class Plan:
     cases: frozenset[str]
     log: Path
     say: Say
+    threads: int | None = None
 
 
 def run(name: str, folders: dict[str, Path], plan: Plan) -> tuple[list[Row], dict[str, Any]]:
@@ -91,10 +94,10 @@ def run(name: str, folders: dict[str, Path], plan: Plan) -> tuple[list[Row], dic
             plan.say(f"{name}: start-up {number + 1}/{rounds}")
             pair: dict[str, dict[str, Any]] = {}
             for side in SIDES:
-                child = Child(side, plan.log)
+                child = Child(side, plan.log, plan.threads)
                 with contextlib.ExitStack() as alone:
                     alone.enter_context(child)
-                    pair[side] = child.ask("start", model=paths[which])
+                    pair[side] = child.measure("start", model=paths[which])
                     if number == rounds - 1:
                         children[side] = child
                         stack.push(alone.pop_all())
@@ -120,9 +123,12 @@ def run(name: str, folders: dict[str, Path], plan: Plan) -> tuple[list[Row], dic
 def _warm_loads(name: str, children: dict[str, Child], plan: Plan) -> Row:
     plan.say(f"{name}: load phase")
     row = Row(name, "load", "warm process")
-    for number in range(plan.rounds + 1):
-        pair = {side: children[side].ask("load") for side in SIDES}
-        if number:  # the first call in each process warms it up
+    for number in range(plan.rounds + 2):
+        last = number > plan.rounds
+        pair = {side: children[side].measure("load", release=last) for side in SIDES}
+        if last:
+            row.memory = {side: pair[side]["peak_bytes"] for side in SIDES}
+        elif number:  # the first call in each process warms it up
             row.add(pair)
     return row
 
@@ -137,18 +143,32 @@ def _reloads(
         for isolation, storage in MODES:
             plan.say(f"{name}: reload by {source}, {isolation}/{storage}")
             row = Row(name, "reload", f"{source}, {isolation}, {storage}")
-            mode = {"isolation": isolation, "storage": storage}
             try:
-                for number in range(plan.rounds + 1):
-                    which = "ab"[number % 2]
-                    arguments = {"path": paths[which], "source": source, **mode}
-                    pair = {side: children[side].ask("reload", **arguments) for side in SIDES}
-                    # The first after a change of mode differs: memory of the mode before is let go.
-                    if number:
-                        row.add(pair, cold[which])
+                _reload_row(row, children, paths, cold, plan, source, isolation, storage)
             except ChildError as error:
                 row.error = str(error)
                 plan.say(f"{name}: {row.variant}: {row.error}")
             yield row
         for side in SIDES:
             children[side].ask("hold", paths=[])
+
+
+def _reload_row(
+    row: Row,
+    children: dict[str, Child],
+    paths: dict[str, str],
+    cold: dict[str, str],
+    plan: Plan,
+    source: str,
+    isolation: str,
+    storage: str,
+) -> None:
+    """One untimed round (memory of the mode before is let go), the timed ones, and one for memory."""
+    for number in range(plan.rounds + 2):
+        which, last = "ab"[number % 2], number > plan.rounds
+        arguments = {"path": paths[which], "source": source, "isolation": isolation, "storage": storage}
+        pair = {side: children[side].measure("reload", release=last, **arguments) for side in SIDES}
+        if last:
+            row.memory = {side: pair[side]["peak_bytes"] for side in SIDES}
+        elif number:
+            row.add(pair, cold[which])

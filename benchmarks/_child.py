@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _memory import measured
+from _memory import measured, trim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ class Engine:
 
         self.vllm = vllm
         self.llm: Any = None
-        self.parts: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, dict[str, float]] = {}
         self.held: dict[str, list[tuple[str, Any]]] = {}
 
     # -- measuring inside the load ---------------------------------------------------------------------------------
@@ -70,12 +70,9 @@ class Engine:
         return timed
 
     def _load_phase(self) -> dict[str, Any]:
-        """`load_weights` and processing as one figure. The higher of the two peaks, each over its own level."""
+        """`load_weights` and processing as one figure, and the seconds of each part."""
         load, process = self.parts["load"], self.parts["process"]
-        out = {key: load[key] + process[key] for key in ("seconds", "cpu_seconds", "faults")}
-        peaks = [load["peak_bytes"], process["peak_bytes"]]
-        if None not in peaks and load["left_bytes"] is not None:
-            out["peak_bytes"] = max(peaks[0], load["left_bytes"] + peaks[1])
+        out: dict[str, Any] = {key: load[key] + process[key] for key in load}
         return {**out, "parts": {part: values["seconds"] for part, values in self.parts.items()}}
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -112,6 +109,11 @@ class Engine:
         life = lifecycle.of(find_model(self.llm))
         status = "none" if life is None else life.status
         assert status == "ready", f"weightlife does not manage the model: {status}"
+
+    def settle(self, release: bool = False) -> dict[str, Any]:
+        """Collect garbage; with `release`, hand memory back to the system as well."""
+        trim() if release else gc.collect()
+        return {}
 
     def load(self) -> dict[str, Any]:
         """A first load of another model object in the warm process: construction, `load_weights`, processing."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a piece of work costs a process: wall, CPU seconds, page faults and peak resident memory."""
+"""What a piece of work costs a process: wall, CPU seconds and page faults from inside, memory from outside."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import resource
 import time
 from contextlib import contextmanager, suppress
@@ -14,43 +16,55 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def _status(field: str) -> int | None:
-    """A field of /proc/self/status in bytes."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _reset_peak() -> bool:
-    """Set the kernel's peak of resident memory back to the present level (Linux)."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-        return True
-    return False
-
-
 @contextmanager
-def measured(out: dict[str, float | None], collect: bool = True) -> Iterator[None]:
-    """Fill `out` with `seconds`, `cpu_seconds`, `faults`, `peak_bytes` and `left_bytes` of the body.
-
-    `peak_bytes` is the highest resident memory over the level before, pages of mapped files included (a checkpoint
-    that is read through a mapping counts, for stock as for weightlife); None where the kernel cannot tell.
-    `left_bytes` is what the body left resident.
-    """
+def measured(out: dict[str, float], collect: bool = True) -> Iterator[None]:
+    """Fill `out` with `seconds`, `cpu_seconds` and `faults` of the body."""
     if collect:
         gc.collect()
-    known = _reset_peak()
-    before, rss = resource.getrusage(resource.RUSAGE_SELF), _status("VmRSS")
+    before = resource.getrusage(resource.RUSAGE_SELF)
     started = time.perf_counter()
     try:
         yield
     finally:
         out["seconds"] = time.perf_counter() - started
-        after, peak = resource.getrusage(resource.RUSAGE_SELF), _status("VmHWM")
-        now = _status("VmRSS")
+        after = resource.getrusage(resource.RUSAGE_SELF)
         out["cpu_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         out["faults"] = after.ru_minflt - before.ru_minflt
-        out["peak_bytes"] = None if peak is None or rss is None or not known else max(0, peak - rss)
-        out["left_bytes"] = None if now is None or rss is None else now - rss
+
+
+def trim() -> None:
+    """Give memory that the allocator only keeps for later back to the system, where it can (glibc)."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Watch:
+    """The highest private memory of another process, read from outside so that it costs that process nothing.
+
+    Private means resident and not of a mapped file: the kernel's own peak (VmHWM) counts the pages of a checkpoint
+    that is read through a mapping, which drowns the figure. Linux only; elsewhere it knows nothing.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._file = Path(f"/proc/{pid}/statm")
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self.level = self.peak = self.read()
+
+    def read(self) -> int | None:
+        """Private resident bytes now."""
+        with suppress(OSError, ValueError, IndexError):
+            _, resident, shared = (int(word) for word in self._file.read_text().split()[:3])
+            return (resident - shared) * self._page
+        return None
+
+    def sample(self) -> None:
+        """Look once."""
+        now = self.read()
+        if now is not None:
+            self.peak = max(self.peak or 0, now)
+
+    @property
+    def over(self) -> int | None:
+        """The peak over the level at the start, in bytes."""
+        return None if self.peak is None or self.level is None else self.peak - self.level

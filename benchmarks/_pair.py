@@ -8,8 +8,11 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _memory import Watch
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SIDES = ("stock", "weightlife")
+SAMPLE_SECONDS = 0.004
 _HERE = Path(__file__).resolve().parent
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -29,6 +33,11 @@ _ENVIRONMENT = {
 }
 
 
+def _threads(count: int | None) -> dict[str, str]:
+    """Variables for `count` OpenMP threads, left to the scheduler; nothing for the host's own choice."""
+    return {} if count is None else {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 class ChildError(RuntimeError):
     """A child answered with an error, died, or was silent for too long."""
 
@@ -36,10 +45,11 @@ class ChildError(RuntimeError):
 class Child:
     """One engine process. Leaving the context ends it."""
 
-    def __init__(self, side: str, log: Path, timeout: float = 180.0) -> None:
+    def __init__(self, side: str, log: Path, threads: int | None = None, timeout: float = 300.0) -> None:
         self.side = side
         self.timeout = timeout
         self._log = log.open("a")
+        self._watch: Watch | None = None
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE")}
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_HERE.parent), *filter(None, [environment.get("PYTHONPATH")])]
@@ -50,7 +60,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**environment, **_ENVIRONMENT},
+            env={**environment, **_ENVIRONMENT, **_threads(threads)},
         )
         self._answer()
 
@@ -71,10 +81,29 @@ class Child:
             raise ChildError(answer["error"])
         return answer
 
+    def measure(self, do: str, release: bool = False, **arguments: Any) -> dict[str, Any]:
+        """As `ask`, with `peak_bytes`: the highest private memory during the command over the level before it.
+
+        With `release` the level before is without what the allocator keeps for later, so that the peak is what the
+        work needs and not what was left over.
+        """
+        self.ask("settle", release=release)
+        self._watch = watch = Watch(self._process.pid)
+        try:
+            return {**self.ask(do, **arguments), "peak_bytes": watch.over}
+        finally:
+            self._watch = None
+
     def _answer(self) -> dict[str, Any]:
         out = self._process.stdout
         assert out is not None
-        ready, _, _ = select.select([out], [], [], self.timeout)
+        end = time.monotonic() + self.timeout
+        while True:
+            ready, _, _ = select.select([out], [], [], SAMPLE_SECONDS if self._watch else self.timeout)
+            if self._watch is not None:
+                self._watch.sample()
+            if ready or time.monotonic() > end:
+                break
         line = out.readline() if ready else ""
         if not line:
             code = self._process.poll()

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import models
-from _cases import GOALS, Row
-from _pair import SIDES
+from _cases import GOALS, SOURCES, Row
+from _pair import SAMPLE_SECONDS, SIDES
 from _stats import NOISY, Paired, Spread
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ HEAD: Final = (
     "weightlife",
     "exact",
 )
+QUIET: Final = 0.05
+"""Share of CPU time of other processes above which a run is not worth publishing."""
 _TITLES: Final = {"startup": "engine start-up", "load": "load phase", "reload": "reload"}
 
 
@@ -35,32 +37,39 @@ def paired(row: Row) -> Paired | None:
 
 
 def peak(row: Row, side: str) -> float | None:
-    """Median of the peak of resident memory over the level before, in bytes."""
+    """Peak of private memory over the level before, in bytes: of the round that released memory first, or median."""
+    if row.memory:
+        return row.memory[side]
     values = row.values(side, "peak_bytes")
     return Spread.of(values).median if values else None
 
 
 def leanest(rows: Sequence[Row]) -> set[int]:
-    """By model and source, the exact reload mode with the smallest peak: ids of its row."""
+    """By model and source, the leanest exact reload mode: ids of its row.
+
+    Peaks within five per cent of the smallest are equally lean; the fastest of those counts.
+    """
     out = set()
     for model in {row.model for row in rows}:
-        for source in ("path", "iterator"):
-            found = [
-                (at, id(row))
-                for row in rows
-                if row.case == "reload" and row.model == model and row.variant.startswith(source)
-                and row.exact.get("weightlife") and (at := peak(row, "weightlife")) is not None
-            ]  # fmt: skip
-            out |= {min(found)[1]} if found else set()
+        for source in SOURCES:
+            found = []
+            for row in rows:
+                mine = row.case == "reload" and row.model == model and row.variant.startswith(source)
+                at, pair = peak(row, "weightlife"), paired(row)
+                if mine and row.exact.get("weightlife") and at is not None and pair is not None:
+                    found.append((at, pair.ratio.median, id(row)))
+            if found:
+                lean = [entry for entry in found if entry[0] <= min(found)[0] * 1.05]
+                out.add(min(lean, key=lambda entry: entry[1])[2])
     return out
 
 
 def goal(row: Row, lean: set[int]) -> float | None:
-    """The goal that a row is held against, if it has one."""
+    """The goal that a row is held against, if it has one: only models of a real size have."""
+    if row.model not in ("dense", "moe") or (row.case == "load" and row.model != "dense"):
+        return None
     if row.case == "reload":
         return GOALS["reload"] if id(row) in lean else None
-    if row.case == "load" and not row.model.startswith("dense"):
-        return None
     return GOALS[row.case]
 
 
@@ -98,7 +107,7 @@ def _seconds(value: float) -> str:
 
 
 def _mib(value: float | None) -> str:
-    return "unknown" if value is None else f"{value / 2**20:.0f} MiB"
+    return "" if value is None else f"{value / 2**20:.0f} MiB"
 
 
 def phases(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -140,44 +149,57 @@ def cpu(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def losses_and_gains(rows: Sequence[Row], lean: set[int]) -> list[str]:
-    """What is slower, what is faster and what is wrong, one line each, losses first."""
-    worse, better = [], []
+    """What failed, is wrong, missed its goal, is slower or takes more memory; then what is better. Losses first."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+
+    def say(kind: str, row: Row, text: str) -> None:
+        first, _, rest = row.variant.partition(", ")
+        what = f"{row.model}, {_TITLES[row.case]}{f' by {first}' if rest else ''}"
+        mode = rest.replace(", ", "/") or first
+        kinds.setdefault(kind, {}).setdefault(what, []).append(f"{text}{f' ({mode})' if mode else ''}")
+
     for row in rows:
-        title = f"{row.model}, {_TITLES[row.case]}{f' ({row.variant})' if row.variant else ''}"
         found = paired(row)
         if found is None:
-            worse.append((9e9, f"FAILED: {title}: {row.error or 'no samples'}"))
+            say("failed", row, row.error or "no samples")
             continue
-        if not row.exact.get("weightlife", True):
-            worse.append((9e8, f"WRONG: {title}: weightlife's answers are not those of a cold load"))
+        ratio = f"{found.ratio.median:.2f}x"
         at = goal(row, lean)
+        if row.exact and not row.exact["weightlife"]:
+            say("WRONG answers", row, "not those of a cold load")
         if at is not None and not found.verdict(at).startswith("met"):
-            line = f"goal {found.verdict(at)}: {title} {found.ratio.median:.2f}x, goal {at:.2f}x"
-            worse.append((found.ratio.median, line))
-        elif found.ratio.low > 1:
-            worse.append((found.ratio.median, f"slower: {title} {found.ratio.median:.2f}x"))
+            say("goal missed or unclear", row, f"{ratio} for {at:.2f}x, {found.verdict(at)}")
+        if found.ratio.low > 1:
+            say("slower", row, ratio)
         elif found.ratio.high < 1:
-            better.append((found.ratio.median, f"faster: {title} {found.ratio.median:.2f}x"))
-        peaks = [peak(row, side) for side in SIDES]
-        if peaks[0] is not None and peaks[1] is not None and peaks[1] - peaks[0] > 16 * 2**20:
-            line = f"more memory: {title} peak {_mib(peaks[1])}, stock {_mib(peaks[0])}"
-            worse.append((peaks[1] / max(peaks[0], 1) / 1e3, line))
-        elif peaks[0] is not None and peaks[1] is not None and peaks[0] - peaks[1] > 16 * 2**20:
-            better.append((0.0, f"less memory: {title} peak {_mib(peaks[1])}, stock {_mib(peaks[0])}"))
-        if row.exact and not row.exact["stock"]:
-            better.append((1e9, f"stock is wrong here, and weightlife exact: {title}"))
-    return [line for _, line in [*sorted(worse, reverse=True), *sorted(better)]]
+            say("faster", row, ratio)
+        stock, ours = peak(row, "stock"), peak(row, "weightlife")
+        if stock is not None and ours is not None and abs(ours - stock) > 16 * 2**20:
+            say(
+                "more memory" if ours > stock else "less memory",
+                row,
+                f"{_mib(ours)} for stock's {_mib(stock)}",
+            )
+        if row.exact.get("weightlife") and not row.exact["stock"]:
+            say("exact where stock is wrong", row, "yes")
+    order = ("failed", "WRONG answers", "goal missed or unclear", "slower", "more memory")
+    ranked = sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order))
+    return [f"{kind}: {what}: {'; '.join(texts)}" for kind in ranked for what, texts in kinds[kind].items()]
 
 
 def noise_line(rows: Sequence[Row], others: float | None) -> str:
     """How far the figures can be trusted."""
     found = [p for row in rows if (p := paired(row)) is not None]
     noisy = sum(1 for p in found if p.noisy)
-    busy = "" if others is None else f"; other processes used {others * 100:.0f} % of the machine's CPU time"
     text = (
         f"{noisy} of {len(found)} rows are noisy (marked ~: a spread above {NOISY * 100:.0f} % of the median)"
     )
-    return f"{text}{busy}."
+    if others is None:
+        return f"{text}."
+    text += f"; other processes used {others * 100:.0f} % of the machine's CPU time."
+    if others > QUIET:
+        text += " THE MACHINE WAS NOT QUIET: trust the ratios of CPU seconds more than those of wall time, or run again."
+    return text
 
 
 def as_text(rows: Sequence[Row], machine: dict[str, Any], others: float | None) -> str:
@@ -208,7 +230,7 @@ def machine_line(machine: dict[str, Any]) -> str:
     return (
         f"{machine['date']}: {machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']:.0f} GiB, "
         f"Python {machine['python']}, torch {machine['torch']}, vLLM {machine['vllm']}, "
-        f"weightlife {machine['weightlife']}; {machine['rounds']} alternations"
+        f"weightlife {machine['weightlife']}; {machine['threads']} threads, {machine['rounds']} alternations"
     )
 
 
@@ -224,8 +246,9 @@ of the ratios of pairs, weightlife over stock, with its quartiles; `~` marks a s
 - **load phase**: inside the loader's `load_weights` and `process_weights_after_loading`, for a first load.
 - **reload**: one `reload_weights`, by path (a checkpoint in the page cache) or from tensors in memory, by isolation
   and storage. `[leanest]` is the exact mode with the smallest peak: the one that the goal is for.
-- **peak memory**: the highest resident memory during the work over the level before it, pages of the mapped
-  checkpoint included on both sides (by path they are most of it).
+- **peak memory**: the highest private memory of the process (resident, without pages of mapped files) during the
+  work over the level before it, after handing back what the allocator keeps; sampled every {sample} ms from outside.
+  For the load phase it includes the new model itself.
 - **exact**: greedy tokens and top-20 log-probabilities after each step equal those of stock's cold load. Stock's
   reload of the mixture of experts skips work: it never packs the experts again, and its answers are wrong. It is
   timed all the same.
@@ -236,7 +259,7 @@ def as_markdown(rows: Sequence[Row], machine: dict[str, Any], others: float | No
     """The whole result as RESULTS.md."""
     lean = leanest(rows)
     lines = [
-        _PREAMBLE.format(noise=int(NOISY * 100)),
+        _PREAMBLE.format(noise=int(NOISY * 100), sample=round(SAMPLE_SECONDS * 1e3)),
         f"## {machine['date']}",
         "",
         machine_line(machine) + ".",

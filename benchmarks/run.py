@@ -45,6 +45,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="alternations (5; 3 with --quick)")
     parser.add_argument(
+        "--threads", type=int, help="OpenMP threads of each engine (the host's choice: one a core)"
+    )
+    parser.add_argument(
         "--cache", type=Path, help="where checkpoints are kept ($WEIGHTLIFE_BENCH_CACHE, else .artifacts)"
     )
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
@@ -127,7 +130,7 @@ def measure(options: argparse.Namespace, rounds: int, cache: Path) -> dict[str, 
         log = cache / f"{name}.log"
         log.write_text("")
         try:
-            more, versions = run(name, checkpoints[name], Plan(rounds, cases, log, say))
+            more, versions = run(name, checkpoints[name], Plan(rounds, cases, log, say, options.threads))
         except ChildError:
             print(log.read_text()[-3000:], file=sys.stderr)
             raise

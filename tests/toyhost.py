@@ -518,7 +518,11 @@ class ToyModel(nn.Module):
 
     def sources(self) -> dict[str, tuple[int, ...]]:
         """Every source name with its shape."""
-        return {f"{path}.{name}": shape for path, layer in self.layers() for name, shape in layer.sources().items()}
+        return {
+            f"{path}.{name}": shape
+            for path, layer in self.layers()
+            for name, shape in layer.sources().items()
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As frameworks have it: a stream of names and tensors, written by each parameter's loader."""
@@ -573,7 +577,9 @@ class ToyHost:
 
     def layer_hook(self, layer: nn.Module) -> str | None:
         hook = getattr(layer, "process", None)
-        return type(layer).__name__ if hook and layer is not self.model and not self.is_deferred(layer) else None
+        return (
+            type(layer).__name__ if hook and layer is not self.model and not self.is_deferred(layer) else None
+        )
 
     def process_layer(self, layer: nn.Module) -> None:
         self.calls.append(f"layer {type(layer).__name__}")
@@ -585,6 +591,9 @@ class ToyHost:
     def process_deferred(self, layer: nn.Module) -> None:
         self.calls.append(f"deferred {type(layer).__name__}")
         layer.process()  # type: ignore[operator]
+
+    def rerun_deferred(self) -> bool:
+        return False
 
     def before_processing(self) -> None:
         self.calls.append("before")
@@ -824,19 +833,22 @@ class Snapshot:
         out = [] if self.modules == other.modules else ["the modules"]
         if list(self.slots) != list(other.slots):
             gone, new = self.slots.keys() - other.slots.keys(), other.slots.keys() - self.slots.keys()
-            out.append(f"slots: gone {sorted(gone)}, new {sorted(new)}" if gone or new else "the order of slots")
+            out.append(
+                f"slots: gone {sorted(gone)}, new {sorted(new)}" if gone or new else "the order of slots"
+            )
         for path, value in self.slots.items():
             now = other.slots.get(path)
-            plain = isinstance(value, (bool, int, float, str, type(None), MethodType)) and type(now) is type(value)
+            plain = isinstance(value, (bool, int, float, str, type(None), MethodType)) and type(now) is type(
+                value
+            )
             if path in other.slots and now is not value and not (plain and now == value):
                 out.append(f"{path}: another object")
         for path, seen in self.tensors.items():
             then = other.tensors.get(path)
             if then is None:
                 continue
-            for name in ("pointer", "storage", "geometry", "content"):
-                if getattr(seen, name) != getattr(then, name):
-                    out.append(f"{path}: {name}")
+            kinds = ("pointer", "storage", "geometry", "content")
+            out += [f"{path}: {kind}" for kind in kinds if getattr(seen, kind) != getattr(then, kind)]
         return out
 
     def pointers(self) -> dict[str, int]:

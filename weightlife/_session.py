@@ -112,7 +112,7 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
                 host = life.host
                 first.process(
                     lambda: processing.run(
-                        model, host, lambda layer: True, lambda name: None, lambda *layer: None
+                        model, host, lambda layer: True, lambda layer: True, lambda name: None, lambda *layer: None
                     )
                 )
             return out

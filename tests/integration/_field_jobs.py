@@ -111,7 +111,9 @@ class Bench:
         self.checks += 1
         found = oracle.differences(oracle.fingerprint(self.llm), self.want[side])
         if found:
-            self.problems.append(f"{context}: {len(found)} differences from a cold load: {'; '.join(found[:3])}")
+            self.problems.append(
+                f"{context}: {len(found)} differences from a cold load: {'; '.join(found[:3])}"
+            )
         return not found
 
     def answers(self, side: str, context: str, reset: bool = False) -> bool:
@@ -138,7 +140,9 @@ class Bench:
         """A complete valid update."""
         self.updated(lambda: self.way(way), f"{context}, then a complete update ({way})")
 
-    def refused(self, change: Callable[[], None], expected: Sequence[str], context: str, *tensors: str) -> Any:
+    def refused(
+        self, change: Callable[[], None], expected: Sequence[str], context: str, *tensors: str
+    ) -> Any:
         """`change` must raise one of the named classes, name the tensors, and leave what served serving.
 
         `expected` holds names of classes in `weightlife.errors`, or of exceptions defined here (which must come
@@ -153,7 +157,9 @@ class Bench:
             self.problems.append(f"{context}: accepted, nothing was raised")
         else:
             self.notes.append(f"{context}: {type(error).__name__}: {str(error)[:300]}")
-            self.require(_is_one_of(error, expected), f"{context}: raised {_shown(error)}, expected {list(expected)}")
+            self.require(
+                _is_one_of(error, expected), f"{context}: raised {_shown(error)}, expected {list(expected)}"
+            )
             for name in tensors:
                 named = name in getattr(error, "tensors", ()) or name in str(error)
                 self.require(named, f"{context}: the error does not name {name}: {_shown(error)}")
@@ -295,14 +301,19 @@ def wrong_shape(bench: Bench) -> None:
         _named(weights, "layers.1.", "input_layernorm.weight"),
     )
     for name in targets:
-        for what, change in (("a row short", lambda t: t[:-1].clone()), ("one element", lambda t: t.flatten()[:1])):
+        for what, change in (
+            ("a row short", lambda t: t[:-1].clone()),
+            ("one element", lambda t: t.flatten()[:1]),
+        ):
             stream = _replace(weights, name, change)
             context = f"{name} {what}"
             bench.refused(lambda s=stream: bench.send(s), ["ShapeMismatchError"], context, name)
     bench.update("after wrong shapes", "path")
     weights = bench.tensors()
     stream = _replace(weights, targets[0], lambda t: t[:-1].clone())
-    bench.refused(lambda: bench.model.load_weights(stream), ["ShapeMismatchError"], "bare load_weights", targets[0])
+    bench.refused(
+        lambda: bench.model.load_weights(stream), ["ShapeMismatchError"], "bare load_weights", targets[0]
+    )
     bench.update("after a wrong shape in a bare load", "bare_one_by_one")
 
 
@@ -353,7 +364,9 @@ def missing_member(bench: Bench) -> None:
         bench.refused(lambda s=stream: bench.send(s), ["MissingTensorError"], f"without {name}", name)
     lone = [(n, t) for n, t in weights if "layers.0." in n and "q_proj." in n]
     bench.refused(
-        lambda: bench.layerwise(lone), ["HalfTouchedLayerError", "MissingTensorError"], "q_proj alone, start/finish"
+        lambda: bench.layerwise(lone),
+        ["HalfTouchedLayerError", "MissingTensorError"],
+        "q_proj alone, start/finish",
     )
     bench.update("after missing members", "layerwise_direct")
     lone = [(n, t) for n, t in bench.tensors() if "layers.0." in n and "q_proj." in n]
@@ -363,7 +376,8 @@ def missing_member(bench: Bench) -> None:
     old = bench.answers(bench.served, "q_proj alone, bare, and then a batch", reset=True)
     bench.require(old, "a batch did not run on the old weights while a layer was half received")
     bench.updated(
-        lambda: bench.model.load_weights([(n, t) for n, t in bench.tensors() if n not in sent]), "the rest, bare"
+        lambda: bench.model.load_weights([(n, t) for n, t in bench.tensors() if n not in sent]),
+        "the rest, bare",
     )
 
 
@@ -470,7 +484,9 @@ def _run_once(bench: Bench) -> None:
     from weightlife.testing import oracle
 
     prompts = [{"prompt_token_ids": list(p)} for p in oracle.PROMPTS]
-    bench.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    bench.llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
 
 
 def empty(bench: Bench) -> None:
@@ -482,7 +498,9 @@ def empty(bench: Bench) -> None:
     bench.model.load_weights([])
     bench.serves(bench.served, "an empty bare call and a batch: old weights")
     bench.refused(
-        lambda: bench.model.load_weights(bench.tensors()), ["SessionFailedError"], "the next call after an empty one"
+        lambda: bench.model.load_weights(bench.tensors()),
+        ["SessionFailedError"],
+        "the next call after an empty one",
     )
     bench.update("after the client was told", "bare_one_by_one")
 
@@ -522,8 +540,12 @@ def two_threads(bench: Bench) -> None:
             error = _caught(second)
             bench.require(_is_conflict(error), f"{what} beside an open reload: {error and _shown(error)}")
             bench.notes.append(f"{what}: {error and _shown(error)}")
-        bench.require("first-owner" in str(_caught(lambda: bench.way("path"))), "the first owner is not named")
-        bench.require(config.model == before, f"a refused reload moved the configured model to {config.model}")
+        bench.require(
+            "first-owner" in str(_caught(lambda: bench.way("path"))), "the first owner is not named"
+        )
+        bench.require(
+            config.model == before, f"a refused reload moved the configured model to {config.model}"
+        )
     finally:
         release.set()
         thread.join(60)
@@ -557,7 +579,10 @@ def reload_in_reload(bench: Bench) -> None:
     for name, how in ways.items():
         inner.clear()
         bench.updated(lambda h=how: bench.send(nested(True, h)), f"an inner reload ({name}) that is caught")
-        bench.require(inner and _is_conflict(inner[0]), f"inner reload ({name}): {inner and inner[0] and _shown(inner[0])}")
+        bench.require(
+            inner and _is_conflict(inner[0]),
+            f"inner reload ({name}): {inner and inner[0] and _shown(inner[0])}",
+        )
     bench.update("after inner reloads", "path")
 
 
@@ -579,11 +604,15 @@ def source_reads_model(bench: Bench) -> None:
 
     error = _caught(lambda: bench.send(source()))
     if error is None:
-        bench.require(not wrong, f"{len(wrong)} reads saw something else than what serves: {sorted(set(wrong))[:3]}")
+        bench.require(
+            not wrong, f"{len(wrong)} reads saw something else than what serves: {sorted(set(wrong))[:3]}"
+        )
         bench.served = bench.other
     else:
         bench.notes.append(_shown(error))
-        bench.require(_is_one_of(error, ["SessionStateError"]), f"a source that reads the model: {_shown(error)}")
+        bench.require(
+            _is_one_of(error, ["SessionStateError"]), f"a source that reads the model: {_shown(error)}"
+        )
     bench.serves(bench.served, "after a source that reads the model")
     bench.update("after it", "path")
 
@@ -645,7 +674,9 @@ def prefix_cache(bench: Bench) -> None:
         bench.way(way)
         exact = bench.answers(bench.other, f"{way}, prefix cache not reset by the client")
         said = [note for note in _report(bench).notes if "cache" in note]
-        bench.require(exact or said, f"{way}: old key-value blocks answered and the report does not mention caches")
+        bench.require(
+            exact or said, f"{way}: old key-value blocks answered and the report does not mention caches"
+        )
         bench.serves(bench.other, f"{way}: after a reset")
         bench.served = bench.other
 
@@ -673,6 +704,7 @@ def dummy_by_path(bench: Bench) -> None:
     from weightlife.testing import oracle
 
     before = oracle.fingerprint(bench.llm)
+    bench.checks += 1
     try:
         bench.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(bench.folder("a"))})
     except Exception as error:  # noqa: BLE001 - what was raised is the verdict
@@ -776,7 +808,12 @@ def execute(name: str, rows: list[str], root: str, weightlife: bool) -> dict[str
             bench.problems.append(f"raised {_shown(error)}")
         seconds = round(time.monotonic() - began, 2)
         problems = bench.problems
-        verdicts[row] = {"problems": problems, "notes": bench.notes, "seconds": seconds, "checks": bench.checks}
+        verdicts[row] = {
+            "problems": problems,
+            "notes": bench.notes,
+            "seconds": seconds,
+            "checks": bench.checks,
+        }
         if problems and not _recovered(bench):
             break
     _progress(verdicts, "")
@@ -823,7 +860,13 @@ def _progress(verdicts: dict[str, Any], running: str) -> None:
 
 
 def run(
-    name: str, root: Path, cache: Path, *, rows: Sequence[str] = (), weightlife: bool = True, timeout: float = 240.0
+    name: str,
+    root: Path,
+    cache: Path,
+    *,
+    rows: Sequence[str] = (),
+    weightlife: bool = True,
+    timeout: float = 240.0,
 ) -> dict[str, Any]:
     """Verdicts of a job's rows. A row that crashes its process, or leaves the engine wrong, fails alone: the rows
     after it run in another process."""
@@ -862,21 +905,25 @@ def run(
 
 def main() -> int:
     """The command line; 1 when a row was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--job", default="all", help=f"names with commas, of {', '.join(JOBS)}")
     parser.add_argument("--rows", default="", help="names with commas; default: all rows of the job")
     parser.add_argument("--weightlife", choices=("on", "off"), default="on")
     parser.add_argument("--notes", action="store_true", help="show what was raised")
     options = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(
+        ":"
+    )
     wrong = 0
     for name in JOBS if options.job == "all" else options.job.split(","):
         began = time.monotonic()
         verdicts = run(
             name,
-            REPOSITORY / ".cache" / "checkpoints",
-            REPOSITORY / ".cache" / "oracle",
+            REPOSITORY / ".artifacts" / "checkpoints",
+            REPOSITORY / ".artifacts" / "oracle",
             rows=[row for row in options.rows.split(",") if row],
             weightlife=options.weightlife == "on",
         )

@@ -156,7 +156,8 @@ def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any]
     verdict = {"step": name, "seconds": changed - started, "oracle_seconds": done - changed}
     _note(steps, {**verdict, "count": len(found), "differences": found[:12]})
     if found:  # NaN in old blocks would condemn every step that follows
-        llm.collective_rpc("weightlife_test_zero_kv_cache")
+        with contextlib.suppress(Exception):  # a dead engine: the next step says so
+            llm.collective_rpc("weightlife_test_zero_kv_cache")
 
 
 def _note(steps: list[dict[str, Any]], verdict: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ from tests.integration import _field_jobs
 pytestmark = pytest.mark.vllm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOT = REPOSITORY / ".cache" / "checkpoints"
-CACHE = Path(os.environ.get("WEIGHTLIFE_TESTING_CACHE") or REPOSITORY / ".cache" / "oracle")
+ROOT = REPOSITORY / ".artifacts" / "checkpoints"
+CACHE = Path(os.environ.get("WEIGHTLIFE_TESTING_CACHE") or REPOSITORY / ".artifacts" / "oracle")
 
 # Compiled engines take a minute each.
 SLOW = frozenset({"qwen2tied-compiled"})

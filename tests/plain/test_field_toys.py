@@ -206,9 +206,13 @@ class Rig:
         assert [path for path in want if not same(got[path], want[path])] == []
         self.weights = weights
 
-    def refused(self, change: Callable[[], object], *expected: type[Exception], tensors: Iterable[str] = ()) -> Any:
+    def refused(
+        self, change: Callable[[], object], *expected: type[Exception], tensors: Iterable[str] = ()
+    ) -> Any:
         """`change` raises, names the tensors, and leaves every tensor where and what it was."""
-        before = {path: (tensor, tensor.data_ptr(), tensor.clone()) for path, tensor in state(self.model).items()}
+        before = {
+            path: (tensor, tensor.data_ptr(), tensor.clone()) for path, tensor in state(self.model).items()
+        }
         with pytest.raises(expected) as caught:
             change()
         for name in tensors:
@@ -332,7 +336,9 @@ def test_wrong_shape_in_mid_stream_then_a_correct_retry(rig: Rig, bad: str, shap
 
 
 @pytest.mark.parametrize("shape", [(1, WIDTH), (1,), (WIDTH, 1)], ids=str)
-def test_wrong_shape_that_would_be_broadcast(layer: type[Plain], storage: str, shape: tuple[int, ...]) -> None:
+def test_wrong_shape_that_would_be_broadcast(
+    layer: type[Plain], storage: str, shape: tuple[int, ...]
+) -> None:
     """A loader that asserts nothing: `copy_` would spread one row over all."""
     rig = Rig(lambda: WritesRound(layer), storage)
     stream = {**rig.checkpoint(2), "layers.1.b": torch.ones(shape)}
@@ -406,7 +412,9 @@ def test_one_parameter_shared_by_two_layers(layer: type[Plain], storage: str) ->
     assert rig.model.layers[0].c is rig.model.layers[1].c
     new = rig.checkpoint(3)
     rig.refused(
-        lambda: rig.load(without(new, "layers.0.c").items()), errors.MissingTensorError, tensors=["layers.0.c"]
+        lambda: rig.load(without(new, "layers.0.c").items()),
+        errors.MissingTensorError,
+        tensors=["layers.0.c"],
     )
     rig.bare(reversed(list(new.items())))
     rig.serves(new)
@@ -429,32 +437,14 @@ def chunks_that_split_layers(weights: Weights) -> Iterator[list[tuple[str, torch
         yield items[start : start + 2]
 
 
-def test_a_session_per_chunk_where_chunks_split_layers(storage: str) -> None:
-    rig = Rig(lambda: Model(Repacked), storage)
-    new = rig.checkpoint(2)
-    for part in chunks_that_split_layers(new):
+def test_a_session_per_chunk_where_chunks_split_layers(rig: Rig) -> None:
+    for part in chunks_that_split_layers(rig.checkpoint(2)):
 
         def update(part: Any = part) -> None:
             with rig.session():
                 rig.bare(part)
 
         rig.refused(update, errors.HalfTouchedLayerError, errors.MissingTensorError)
-    rig.update(3)
-
-
-def test_a_session_per_chunk_where_nothing_is_processed(storage: str) -> None:
-    """Parameters that stand for themselves: refused, or each chunk serves exactly and nothing else changes."""
-    rig = Rig(lambda: Model(Plain), storage)
-    new, now = rig.checkpoint(2), dict(rig.weights)
-    for part in chunks_that_split_layers(new):
-        try:
-            with rig.session():
-                rig.bare(part)
-        except (errors.HalfTouchedLayerError, errors.MissingTensorError):
-            pass
-        else:
-            now.update(part)
-        rig.serves(now)
     rig.update(3)
 
 

@@ -200,7 +200,9 @@ class TestTensorChange:
     def test_equal_copy_is_a_replacement(self) -> None:
         module = layer()
         skeleton = Skeleton(module, NEVER, False)
-        assert tensor_change(skeleton, Token(0), nn.Parameter(module.weight.data.clone()), set()) == "replaced"
+        assert (
+            tensor_change(skeleton, Token(0), nn.Parameter(module.weight.data.clone()), set()) == "replaced"
+        )
         assert tensor_change(skeleton, Token(0), module.weight, set()) is None
 
 
@@ -227,7 +229,10 @@ class TestOnToys:
     def test_report_says_why(self) -> None:
         served = Served(("packed", "dense"))
         report = served.life.reports[-1]
-        assert report.layers_by_strategy == {"rebuild": 2, "direct": 1}  # the model's own hook changes the model
+        assert report.layers_by_strategy == {
+            "rebuild": 2,
+            "direct": 1,
+        }  # the model's own hook changes the model
         assert all(record.reason for record in report.layers)
 
     def test_parameter_in_an_immutable_place_is_rebuilt_or_refused_but_never_stale(self) -> None:
@@ -237,7 +242,7 @@ class TestOnToys:
         places: dict[str, Callable[[nn.Parameter], Any]] = {
             "tuple": lambda w: (w, 1),
             "partial": lambda w: functools.partial(torch.mul, w),
-            "default": lambda w: (lambda x=w: x),
+            "default": lambda w: lambda x=w: x,
             "bound method": lambda w: w.sum,
         }
         stale = []

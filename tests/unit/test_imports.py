@@ -49,8 +49,7 @@ def imports(path: Path) -> Iterator[str]:
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value)
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def child(code: str) -> Any:
@@ -75,7 +74,9 @@ class TestCheap:
     )
     def test_loads_neither_torch_nor_the_host_nor_the_sdk(self, code: str) -> None:
         loaded = child(f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))")
-        roots = {name for name in loaded if name in HEAVY or name.startswith(tuple(f"{heavy}." for heavy in HEAVY))}
+        roots = {
+            name for name in loaded if name in HEAVY or name.startswith(tuple(f"{heavy}." for heavy in HEAVY))
+        }
         assert roots == set()
 
     def test_the_bare_import_loads_a_handful_of_its_own_modules(self) -> None:
@@ -151,7 +152,13 @@ class TestArrows:
         allowed = ("weightlife._engine", "weightlife.hosts.protocol", "weightlife.report", "weightlife.errors",
                    "weightlife.config", "weightlife.kernels")  # fmt: skip
         for name in imports(path):
-            assert name.partition(".")[0] not in ("vllm", "triton", "opentelemetry", "transformers", "wrapt"), name
+            assert name.partition(".")[0] not in (
+                "vllm",
+                "triton",
+                "opentelemetry",
+                "transformers",
+                "wrapt",
+            ), name
             if name.startswith("weightlife.") and name != "weightlife.errors":
                 assert name.startswith(allowed), f"{path.name} imports {name}"
 
@@ -162,7 +169,10 @@ class TestArrows:
     @pytest.mark.parametrize("name", ["events", "slots", "ledger", "skeleton", "contexts"])
     def test_lower_modules_of_the_engine_do_not_import_upper_ones(self, name: str) -> None:
         upper = {"lifecycle", "session", "first_load", "guard", "manifest", "storage", "stage", "processing"}
-        found = {i.removeprefix("weightlife._engine.").partition(".")[0] for i in imports(PACKAGE / "_engine" / f"{name}.py")}
+        found = {
+            i.removeprefix("weightlife._engine.").partition(".")[0]
+            for i in imports(PACKAGE / "_engine" / f"{name}.py")
+        }
         assert not found & upper
 
     @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.name)

@@ -56,9 +56,12 @@ class TestEnvironment:
         assert dict(os.environ) == before
 
     @pytest.mark.parametrize(
-        ("was", "now"), [(None, "WEIGHTLIFE"), ("NCCL,MINE", "NCCL,MINE,WEIGHTLIFE"), ("WEIGHTLIFE", "WEIGHTLIFE")]
+        ("was", "now"),
+        [(None, "WEIGHTLIFE"), ("NCCL,MINE", "NCCL,MINE,WEIGHTLIFE"), ("WEIGHTLIFE", "WEIGHTLIFE")],
     )
-    def test_ray_workers_get_the_prefix(self, was: str | None, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ray_workers_get_the_prefix(
+        self, was: str | None, now: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         if was is not None:
             monkeypatch.setenv(RAY, was)
         weightlife.install()
@@ -108,7 +111,9 @@ class TestPlugin:
         plugin.register()
         assert not runtime.installed()
 
-    def test_installs_where_the_environment_asks_and_exports_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_installs_where_the_environment_asks_and_exports_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("WEIGHTLIFE", "1")
         monkeypatch.setenv("WEIGHTLIFE_STORAGE", "pinned")
         before = dict(os.environ)
@@ -119,7 +124,9 @@ class TestPlugin:
         weightlife.uninstall()
         assert dict(os.environ) == before
 
-    @pytest.mark.parametrize(("name", "value"), [("WEIGHTLIFE_STORAGE", "nowhere"), ("WEIGHTLIFE", "perhaps")])
+    @pytest.mark.parametrize(
+        ("name", "value"), [("WEIGHTLIFE_STORAGE", "nowhere"), ("WEIGHTLIFE", "perhaps")]
+    )
     def test_never_raises_into_the_host(self, name: str, value: str, monkeypatch, caplog) -> None:
         monkeypatch.setenv("WEIGHTLIFE", "1")
         monkeypatch.setenv(name, value)
@@ -258,7 +265,7 @@ class TestLateCallers:
             model_config=None, load_config=SimpleNamespace(device="cpu", load_format="auto"),
             device_config=SimpleNamespace(device="cpu"),
         )  # fmt: skip
-        first = vllm_config if name == "initialize_model" else model
+        first: Any = {"initialize_model": vllm_config, "sleep": 1, "wake_up": None}.get(name, model)
         calls: list[Any] = []
 
         def original(*args: Any, **kwargs: Any) -> Any:
@@ -280,11 +287,10 @@ REAL_MODULES = (
 )  # fmt: skip
 
 SNAPSHOT = """
-import importlib, json, os, sys
+import importlib, json, os, pathlib, sys
 import weightlife
-MODULES = {modules!r}
 def snap():
-    out = {{}}
+    out = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith("vllm") or type(getattr(module, "__dict__", None)) is not dict:
             continue
@@ -294,67 +300,72 @@ def snap():
                 for inner, item in list(vars(value).items()):
                     out[value.__module__, value.__qualname__, inner] = item
     return out
-def differences(before, after, ignore=()):
-    keys = before.keys() | after.keys()
+def differences(before, after):
     missing = object()
-    return sorted(str(k) for k in keys if before.get(k, missing) is not after.get(k, missing) and k not in ignore)
+    keys = before.keys() | after.keys()
+    return sorted(str(k) for k in keys if before.get(k, missing) is not after.get(k, missing))
+def wrapped(snapshot):
+    return sorted(str(k) for k, v in snapshot.items() if type(v).__name__ == "SeamWrapper")
+found = {}
+
+# 1. before the host is imported
+def exported():
+    return {k: v for k, v in os.environ.items() if k.startswith(("WEIGHTLIFE", "VLLM_RAY"))}
+environment = exported()
+weightlife.install()
+found["cheap"] = not {"vllm", "torch"} & sys.modules.keys()
+for name in MODULES:
+    importlib.import_module(name)
+found["early"] = wrapped(snap())
+weightlife.uninstall()
+found["early_after"] = wrapped(snap())
+
+# 2. after it was imported, twice, with other settings
+before = snap()
+weightlife.install(storage="pinned")
+weightlife.install(storage="adopted")
+found["during"] = differences(before, snap())
+found["states"] = {row["seam"]: row["state"] for row in weightlife.status()["seams"]}
+weightlife.uninstall()
+found["once"] = differences(before, snap())
+
+# 3. modules imported in between took the wrapper by name
+weightlife.install()
+folder = pathlib.Path(sys.modules[MODULES[0]].__file__).parent
+late = []
+for path in sorted(folder.glob("*_loader.py")):
+    name = f"{MODULES[0]}.{path.stem}"
+    if name not in sys.modules and "initialize_model" in path.read_text():
+        try:
+            late.append(importlib.import_module(name))
+        except ImportError:
+            continue
+sample = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("vllm_third_party_loader", None))
+exec("from vllm.model_executor.model_loader.utils import initialize_model", vars(sample))
+sys.modules["vllm_third_party_loader"] = sample
+late.append(sample)
+def held():
+    return [type(vars(module)["initialize_model"]).__name__ for module in late if "initialize_model" in vars(module)]
+found["late_during"] = held()
+weightlife.uninstall()
+found["late_after"] = held()
+found["again"] = differences(before, {k: v for k, v in snap().items() if k in before})
+found["environment"] = exported() == environment
+print(json.dumps(found))
 """
 
 
 def test_every_attribute_of_the_real_host_is_identical_after_uninstall() -> None:
-    code = SNAPSHOT.format(modules=REAL_MODULES) + textwrap.dedent(
-        """
-        for name in MODULES:
-            importlib.import_module(name)
-        before = snap()
-        environment = dict(os.environ)
-        weightlife.install(storage="pinned")
-        during = differences(before, snap())
-        states = {row["seam"]: row["state"] for row in weightlife.status()["seams"]}
-        weightlife.install(storage="adopted")
-        weightlife.uninstall()
-        once = differences(before, snap())
-        weightlife.install()
-        late = importlib.import_module("vllm.model_executor.model_loader.gguf_loader")
-        wrapped = type(vars(late)["initialize_model"]).__name__
-        weightlife.uninstall()
-        after = {k: v for k, v in snap().items() if k in before}
-        again = differences(before, after)
-        original = before["vllm.model_executor.model_loader.utils", "initialize_model"]
-        print(json.dumps({
-            "during": during, "once": once, "again": again, "states": states, "wrapped": wrapped,
-            "late": vars(late)["initialize_model"] is original, "environment": dict(os.environ) == environment,
-        }))
-        """
-    )
-    found = child(code, VLLM_LOGGING_LEVEL="ERROR")
+    found = child(f"MODULES = {REAL_MODULES!r}\n{SNAPSHOT}", VLLM_LOGGING_LEVEL="ERROR")
+    assert found["cheap"], "install must import neither the host nor torch"
+    assert any("initialize_model" in name for name in found["early"])
+    assert any("BaseModelLoader" in name and "load_model" in name for name in found["early"])
+    assert found["early_after"] == []
     assert len(found["during"]) >= 6
     assert found["once"] == []
+    assert set(found["late_during"]) == {"SeamWrapper"}
+    assert set(found["late_after"]) == {"function"}
     assert found["again"] == []
-    assert found["late"]
-    assert found["wrapped"] == "SeamWrapper"
     assert found["environment"]
     for seam in ("initialize_model", "process_weights_after_loading", "load_model", "get_model_loader"):
         assert found["states"][seam] == "wrapped", found["states"]
-
-
-def test_installed_before_the_real_host_is_imported() -> None:
-    code = """
-        import importlib, json, sys
-        import weightlife
-        weightlife.install()
-        assert "vllm" not in sys.modules and "torch" not in sys.modules, "install must import neither"
-        base = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-        utils = importlib.import_module("vllm.model_executor.model_loader.utils")
-        names = ("initialize_model", "process_weights_after_loading")
-        during = [type(vars(module)[name]).__name__ for module in (base, utils) for name in names]
-        method = type(vars(base.BaseModelLoader)["load_model"]).__name__
-        weightlife.uninstall()
-        after = [type(vars(module)[name]).__name__ for module in (base, utils) for name in names]
-        print(json.dumps([during, method, after, type(vars(base.BaseModelLoader)["load_model"]).__name__]))
-    """
-    during, method, after, after_method = child(code, VLLM_LOGGING_LEVEL="ERROR")
-    assert during == ["SeamWrapper"] * 4
-    assert method == "SeamWrapper"
-    assert after == ["function"] * 4
-    assert after_method == "function"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -65,7 +66,13 @@ class TestNormalForm:
 
     @pytest.mark.parametrize(
         ("shape", "strides"),
-        [((4, 6), (6, 1)), ((24,), (1,)), ((2, 3, 4), (12, 4, 1)), ((1, 24, 1), (24, 1, 1)), ((6, 4), (1, 6))],
+        [
+            ((4, 6), (6, 1)),
+            ((24,), (1,)),
+            ((2, 3, 4), (12, 4, 1)),
+            ((1, 24, 1), (24, 1, 1)),
+            ((6, 4), (1, 6)),
+        ],
     )
     def test_whole_storage_is_one_region_whatever_the_view(self, shape, strides) -> None:
         assert region(0, shape, strides) == Region(0, (24,), (1,))
@@ -147,9 +154,11 @@ class TestCovered:
 
     @given(st.integers(1, 6), st.data())
     def test_pieces_of_a_whole_cover_it_in_any_order(self, pieces: int, data) -> None:
-        cuts = sorted(data.draw(st.sets(st.integers(1, MAX_NUMEL - 1), min_size=pieces - 1, max_size=pieces - 1)))
+        cuts = sorted(
+            data.draw(st.sets(st.integers(1, MAX_NUMEL - 1), min_size=pieces - 1, max_size=pieces - 1))
+        )
         bounds = [0, *cuts, MAX_NUMEL]
-        parts = [region(a, (b - a,), (1,)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [region(a, (b - a,), (1,)) for a, b in itertools.pairwise(bounds)]
         order = data.draw(st.permutations(parts))
         assert StorageLedger(MAX_NUMEL, Counter(order)).covered()
         assert StorageLedger(MAX_NUMEL, Counter(order[1:])).covered() is False

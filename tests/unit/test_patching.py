@@ -206,7 +206,9 @@ class TestUndo:
         assert_identical(before, snapshot(core))
 
     @pytest.mark.parametrize("order", [("Base", "Child"), ("Child", "Base")])
-    def test_child_of_a_wrapped_class_is_wrapped_once_in_any_order(self, host: Host, order: tuple[str, str]) -> None:
+    def test_child_of_a_wrapped_class_is_wrapped_once_in_any_order(
+        self, host: Host, order: tuple[str, str]
+    ) -> None:
         core = host.load("core")
         before = snapshot(core)
         patcher = host.patcher()
@@ -257,7 +259,10 @@ class TestApply:
         base = core.Base()
         base.method(x=1)
         core.Base.method(base, 2)
-        assert [(call[1], call[2], call[3]) for call in host.calls] == [(base, (), {"x": 1}), (base, (2,), {})]
+        assert [(call[1], call[2], call[3]) for call in host.calls] == [
+            (base, (), {"x": 1}),
+            (base, (2,), {}),
+        ]
         patcher.undo()
 
     def test_install_in_the_middle_of_an_import(self, host: Host) -> None:
@@ -272,7 +277,7 @@ class TestApply:
             """Importing `installer` from the half-made module runs `apply`."""
 
             @staticmethod
-            def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            def find_spec(name: str, *_: Any) -> Any:
                 if name == f"{host.name}.installer":
                     patcher.apply()
                     return importlib.machinery.ModuleSpec(name, Loader())  # type: ignore[arg-type]
@@ -280,7 +285,7 @@ class TestApply:
 
         class Loader:
             @staticmethod
-            def create_module(spec: Any) -> Any:
+            def create_module(_: Any) -> Any:
                 return None
 
             @staticmethod
@@ -293,6 +298,7 @@ class TestApply:
             circular = host.load("circular")
         finally:
             sys.meta_path.remove(Finder)  # type: ignore[arg-type]
+        patcher.apply()  # what was not there yet is found by the next call
         assert circular.function(1) == ("wrapped", ("circular", 1))
         assert patcher.failures == {}
         patcher.undo()
@@ -401,7 +407,10 @@ def test_sweep_replaces_and_tells_where() -> None:
     vars(module).update(a=old, b=old, c=1, __wrapped_old=old)
     sys.modules[module.__name__] = module
     try:
-        assert [(owner, name) for owner, name in sweep(old, new) if owner is module] == [(module, "a"), (module, "b")]
+        assert [(owner, name) for owner, name in sweep(old, new) if owner is module] == [
+            (module, "a"),
+            (module, "b"),
+        ]
         assert (vars(module)["a"], vars(module)["__wrapped_old"]) == (new, old)
     finally:
         del sys.modules[module.__name__]

@@ -108,7 +108,9 @@ class TestTensors:
 
 class TestMemory:
     def test_no_tensor_is_kept_alive(self) -> None:
-        module = bag(weight=nn.Parameter(torch.zeros(LARGE)), plain=torch.zeros(LARGE), items=[torch.zeros(LARGE)])
+        module = bag(
+            weight=nn.Parameter(torch.zeros(LARGE)), plain=torch.zeros(LARGE), items=[torch.zeros(LARGE)]
+        )
         made = skeleton(module)
         refs = [weakref.ref(module.weight), weakref.ref(module.plain), weakref.ref(module.items[0])]
         del module.weight, module.plain
@@ -217,7 +219,9 @@ class TestConstructorValues:
         assert made.storages[0].constant is None
         assert not made.fill_kept(0, torch.zeros(LARGE), None)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
+    @pytest.mark.parametrize(
+        "dtype", [torch.bfloat16, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn]
+    )
     def test_any_dtype(self, dtype: torch.dtype) -> None:
         module = bag(weight=torch.ones(8).to(dtype))
         made = skeleton(module)

@@ -293,7 +293,9 @@ class TestModule:
 
 
 class TestSame:
-    @pytest.mark.parametrize("value", [1, 1.5, "x", b"x", True, None, 2j, torch.float32, torch.Size([1]), float("nan")])
+    @pytest.mark.parametrize(
+        "value", [1, 1.5, "x", b"x", True, None, 2j, torch.float32, torch.Size([1]), float("nan")]
+    )
     def test_equal_plain_data(self, value: Any) -> None:
         import copy
 
@@ -422,7 +424,9 @@ class TestWalk:
         foreign = Plain(x=tensor)
         assert id(tensor) not in self.found(self.holder(foreign), skip=lambda obj: obj is foreign)
 
-    @pytest.mark.parametrize("value", [weakref.ref(Plain), Plain, torch.float32, "text", torch.relu, len, int])
+    @pytest.mark.parametrize(
+        "value", [weakref.ref(Plain), Plain, torch.float32, "text", torch.relu, len, int]
+    )
     def test_leaves(self, value: Any) -> None:
         holders, _ = slots.walk(self.holder(value))
         assert len(holders) == 1

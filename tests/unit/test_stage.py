@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.strategies import specs
-from tests.toyhost import INPUT, KINDS, TIEABLE, Boom, Served, Snapshot, ToyModel, faults, parameter, unchanged
+from tests.toyhost import (
+    INPUT,
+    KINDS,
+    TIEABLE,
+    Boom,
+    Served,
+    Snapshot,
+    ToyModel,
+    faults,
+    parameter,
+    unchanged,
+)
 from weightlife._engine.guard import Pass
 
 STORAGES = ("pinned", "adopted")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.strategies import specs
@@ -114,7 +113,9 @@ class TestPinned:
         equal_to_cold(served)
 
     @pytest.mark.parametrize("tensor_first", [True, False])
-    def test_a_tensor_that_became_none_or_came_from_none_is_a_contract_change(self, tensor_first: bool) -> None:
+    def test_a_tensor_that_became_none_or_came_from_none_is_a_contract_change(
+        self, tensor_first: bool
+    ) -> None:
         class Optional(Layer):
             def __init__(self) -> None:
                 super().__init__()
@@ -218,7 +219,9 @@ class TestPinned:
         served.update(served.checkpoint(1))
         report = served.life.reports[-1]
         assert (report.outcome, report.storage) == ("committed", "pinned")
-        assert [(c["kind"], c["path"].rpartition(".")[2]) for c in report.contract_changes] == [("opaque", "handle")]
+        assert [(c["kind"], c["path"].rpartition(".")[2]) for c in report.contract_changes] == [
+            ("opaque", "handle")
+        ]
 
 
 class TestAdopted:
@@ -246,7 +249,11 @@ class TestAdopted:
 
     def test_old_memory_is_let_go(self) -> None:
         served = Served(("packed", "nested", "swapped"), storage="adopted")
-        old = [weakref.ref(seen.tensor) for path, seen in Snapshot(served.model).tensors.items() if "weight" in path]
+        old = [
+            weakref.ref(seen.tensor)
+            for path, seen in Snapshot(served.model).tensors.items()
+            if "weight" in path
+        ]
         served.update(served.checkpoint(1))
         gc.collect()
         alive = [ref for ref in old if ref() is not None]
@@ -338,7 +345,9 @@ class TestBoth:
         finally:
             library._destroy()
 
-    def test_frozen_kernels_closures_and_nested_containers_look_at_the_same_memory(self, storage: str) -> None:
+    def test_frozen_kernels_closures_and_nested_containers_look_at_the_same_memory(
+        self, storage: str
+    ) -> None:
         @dataclass(frozen=True)
         class Arguments:
             packed: torch.Tensor

@@ -15,6 +15,7 @@ import torch
 from weightlife._engine import footprint, ledger
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, bus
+from weightlife._engine.intake import accumulates
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
@@ -35,6 +36,8 @@ class FirstLoad:
         self.expected: dict[int, Counter[Region]] = {}
         self.irregular: set[int] = set()
         self.casts: set[tuple[int, str]] = set()
+        self.raw: set[int] = set()
+        self.reads_first: set[int] = set()
         self.tensors = 0
         self.nbytes = 0
         rank, world = life.host.rank()
@@ -56,14 +59,27 @@ class FirstLoad:
             tensor = next((t for i in made.tensors if (t := skeleton.tensors[i].ref()) is not None), None)
             if tensor is not None and skeleton.storage_of(tensor) == number:
                 index[key] = Track(number, tensor.untyped_storage(), made.nbytes, made.dtype, False, "")
-        receiver = Receiver(index, self._on_write, None)
+        receiver = Receiver(index, self._on_write, None, self._on_read)
         self._phase("receive")
         started = time.perf_counter()
         try:
-            with receiver:
+            with CustomOperators(receiver, None), receiver:
                 return load(receiver.stream(weights, self._begin, self._end))
         finally:
+            self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
             self._phase_end("receive", time.perf_counter() - started)
+
+    def _on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
+        """A loader that reads what it has not written needs the constructor's value at every later load, too."""
+        number = track.number
+        if number is None or number in self.reads_first:
+            return
+        part = region_of(track, view)
+        if part is None or part.numel == 0 or self.expected.get(number, Counter())[part]:
+            return
+        if ledger.uncovered(part, track.numel, self.expected.get(number, Counter())):
+            self.reads_first.add(number)
+            self.life.skeleton.keep_unwritten(number, None)
 
     def _begin(self, name: Any, tensor: Any) -> None:
         nbytes = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
@@ -86,6 +102,8 @@ class FirstLoad:
             return
         if part.numel == 0:
             return
+        if accumulates(func, args, int(track.storage._cdata)):
+            self._on_read(track, view, func)
         self.expected.setdefault(number, Counter())[part] += 1
         if self.current is not None:
             self.current.writes.append((number, part))
@@ -129,13 +147,27 @@ class FirstLoad:
         plan = footprint.learn(skeleton, life.model, observer.written)
         if not provisional:
             for number in range(len(skeleton.storages)):
-                if number not in plan.rebuilt_storages:
+                if number not in plan.rebuilt_storages and number not in self.reads_first:
                     skeleton.drop_kept(number)
+            self._refuse_raw(plan)
         skeleton.forget_identities()
-        manifest = Manifest(provisional, self.expected, self.received, self.casts)
+        manifest = Manifest(provisional, self.expected, self.received, self.casts, self.reads_first)
         self._phase_end("process", time.perf_counter() - started)
         self._close(plan, manifest)
         return out
+
+    def _refuse_raw(self, plan: footprint.Plan) -> None:
+        """Layers that a loader filled through raw memory can't be followed: a reload of them is refused."""
+        for number in self.raw:
+            storage = self.life.skeleton.storages[number]
+            book = ledger.StorageLedger(storage.numel, self.expected.get(number, Counter()))
+            if book.covered():
+                continue
+            for ident in storage.layers:
+                if ident in plan.layers:
+                    path = plan.layers[ident].path
+                    reason = "its loader writes through raw memory, which can't be followed"
+                    plan.layers[ident] = footprint.LayerPlan(path, "refuse", reason)
 
     def _phase(self, name: str) -> None:
         bus.emit(PHASE_START, self.report.session_id, phase=name)

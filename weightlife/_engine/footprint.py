@@ -51,6 +51,19 @@ class Plan:
         """Ids of the modules that are rebuilt."""
         return {ident for ident, layer in self.layers.items() if layer.strategy == "rebuild"}
 
+    def refreshable(self, ident: int, skeleton: Skeleton) -> bool:
+        """Whether a layer's constructor tensors all still stand after processing, which only added to them.
+
+        Such a layer can be processed again from its live values.
+        """
+        mine = [
+            value
+            for holder, restore in self.restore.items()
+            if ident in skeleton.holders[holder].owners
+            for value in restore.values()
+        ]
+        return bool(mine) and not any(isinstance(value, (Token, Composite)) for value in mine)
+
     @property
     def refused(self) -> list[LayerPlan]:
         """Layers that cannot be restored safely."""

@@ -43,6 +43,9 @@ def _settle_implicit(life: Lifecycle) -> None:
     """A real batch is the end of an implicit session whose touched layers are whole."""
     session = life.session
     assert session is not None
+    if session.foreign_modes and not session.touched():
+        life.abort(None)  # a client's dry pass: its own mode kept every write away
+        return
     try:
         session.check_ready()
     except errors.CompletenessError as error:

@@ -20,6 +20,7 @@ from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import NOTE, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
+from weightlife._engine.intake import mask as written_mask
 from weightlife._engine.manifest import Manifest
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton, storage_key, view_on
@@ -80,13 +81,14 @@ class Lifecycle:
         self.context = LoadContext.current()
         self.session: WeightLoadSession | None = None
         self.failed: errors.WeightlifeError | None = None
+        self.must_complete = False  # an implicit update failed: its tail must not be taken for another one
         self.poisoned = ""  # why the model must not serve
         self.unsafe = False
         self.committing = False
         self.generation = 0
         self.reports: deque[LoadReport] = deque(maxlen=32)
         self.contract: dict[tuple[int, slots.Key], tuple[int, int | None, torch.Size]] = {}
-        self.keep_alive: list[torch.UntypedStorage] = []
+        self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self._lock = threading.RLock()
         self._owner = ""
         self.passes: list[ExitStack] = []  # forward passes of a plain module that are running
@@ -116,6 +118,23 @@ class Lifecycle:
         """Module path by id, for messages."""
         layer = self.plan.layers.get(ident)
         return layer.path if layer is not None else ""
+
+    def has_hook(self, ident: int) -> bool:
+        """Whether a module is processed by a hook of its own."""
+        module = self.skeleton.holders[ident].obj
+        return (
+            self.host.layer_hook(module) is not None or self.host.is_deferred(module) or module is self.model
+        )
+
+    def nearest_hooked(self, ident: int) -> int:
+        """The nearest module above one that has a hook (-1: none)."""
+        path = self.layer_path(ident)
+        while path:
+            path = path.rpartition(".")[0]
+            for other, layer in self.plan.layers.items():
+                if layer.path == path and self.has_hook(other):
+                    return other
+        return -1
 
     # -- entering ----------------------------------------------------------------------------------------------
 
@@ -192,6 +211,8 @@ class Lifecycle:
             )  # fmt: skip
         if self.poisoned:
             partial = "forbid"  # there is no A to keep: only a complete update heals
+        elif not explicit and self.must_complete:
+            partial = "forbid"
         session = WeightLoadSession(self, opened_by, operation, explicit, partial, source)
         self.failed = None
         self.unsafe = False
@@ -277,6 +298,8 @@ class Lifecycle:
         if self.unsafe or self.committing:
             self.poison(f"an update failed where it could not be undone: {type(error).__name__}: {error}")
         self.committing = False
+        if not session.explicit and session.intake.tensors:
+            self.must_complete = True
         session.abort(error)
 
     def poison(self, reason: str) -> None:
@@ -351,9 +374,10 @@ class Lifecycle:
             self.poisoned = ""
             OpenSessions.count -= 1
         self.seal()
+        self.must_complete = False
         if not self.manifest.provisional or session.kernel_format or session.stage is None:
             return
-        written = {n: t for n, t in session.stage.by_number.items() if t.written}
+        written = session.written
         complete = session.partial == "forbid" or all(
             number in written or storage.kept is not None or storage.constant is not None
             for number, storage in enumerate(self.skeleton.storages)
@@ -361,8 +385,7 @@ class Lifecycle:
         )
         if complete:
             self.manifest = Manifest(
-                False, {n: t.written.copy() for n, t in written.items()}, dict(session.received),
-                set(session.new_casts),
+                False, dict(written), dict(session.intake.received),
             )  # fmt: skip
 
     def fill_unwritten(self, session: WeightLoadSession, layers: set[int]) -> None:
@@ -376,7 +399,7 @@ class Lifecycle:
                     continue
                 self._fill_placeholder(session, number)
             elif touched and track.stage is not None:
-                mask = session.mask(track)
+                mask = written_mask(track)
                 if not mask.all():
                     hole = torch.from_numpy(~mask)
                     a = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
@@ -399,7 +422,7 @@ class Lifecycle:
         track = stage.by_number[number]
         if track.numel == 0 or track.irregular:
             return
-        mask = session.mask(track)
+        mask = written_mask(track)
         if mask.all():
             return
         whole = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
@@ -411,6 +434,14 @@ class Lifecycle:
             )  # fmt: skip
         if not known:
             session.report.notes.append(f"{track.path}: {int((~mask).sum())} elements have no known value")
+
+    def notes_after_commit(self) -> list[str]:
+        """What the host wants a caller to know. B serves already: a host that fails here is only heard of."""
+        try:
+            return self.host.commit_notes()
+        except Exception as error:
+            self.log.exception("the host's notes after a commit failed")
+            return [f"the host's notes are missing: {type(error).__name__}"]
 
     def note(self, message: str) -> None:
         """One fact for the log and for listeners."""

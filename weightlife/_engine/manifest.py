@@ -36,6 +36,7 @@ class Manifest:
     expected: dict[int, Counter[Region]] = field(default_factory=dict)
     names: dict[str, Received] = field(default_factory=dict)
     casts: set[tuple[int, str]] = field(default_factory=set)
+    reads_first: set[int] = field(default_factory=set)  # storages that loaders read before they have written them
 
     def layers(self, skeleton: Skeleton) -> set[int]:
         """Ids of the modules that a load writes to."""

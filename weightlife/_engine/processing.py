@@ -15,10 +15,11 @@ def run(
     model: torch.nn.Module,
     host: Host,
     wanted: Callable[[torch.nn.Module], bool],
+    late: Callable[[torch.nn.Module], bool],
     phase: Callable[[str], object],
     on_layer: Callable[[str, str, float], object],
 ) -> None:
-    """Process the `wanted` layers in the host's order.
+    """Process the `wanted` layers, and the deferred ones that are `late`, in the host's order.
 
     Deferred layers (attention and the like) read what other layers' hooks made, so all of them come after every
     quant hook; the model's own hook comes last. `phase` is told what begins, `on_layer` the path, hook and seconds
@@ -41,7 +42,7 @@ def run(
             timed(path, hook, host.process_layer, layer)
     phase("process_attention")
     for path, layer in list(model.named_modules()):
-        if host.is_deferred(layer):
+        if host.is_deferred(layer) and late(layer):
             timed(path, type(layer).__name__, host.process_deferred, layer)
     phase("process_model")
     host.process_model()

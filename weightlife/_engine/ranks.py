@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def stream_digest(session: WeightLoadSession) -> int:
     """A 32-bit digest of what a session received: names, shapes and dtypes, in any order."""
     total = 0
-    for name, entry in session.received.items():
+    for name, entry in session.intake.received.items():
         total ^= zlib.crc32(f"{name}\0{entry.shape}\0{entry.dtype}".encode())
     return total
 

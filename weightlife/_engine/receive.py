@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from weightlife import errors
 from weightlife._engine.ledger import Region, region
-from weightlife._engine.skeleton import flat, view_on
+from weightlife._engine.skeleton import view_on
 
 
 @dataclass
@@ -41,11 +41,12 @@ class Track:
     path: str
     stage: torch.UntypedStorage | None = None
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (object, its A view)
-    written: Counter[Region] = field(default_factory=Counter)
+    owners: set[int] = field(default_factory=set)  # modules from which it is reached
+    written: Counter[Region] = field(default_factory=Counter)  # in this epoch
+    sequence: dict[Region, tuple[int, int]] = field(default_factory=dict)  # last write: number, call
     ever: set[Region] = field(default_factory=set)
-    call: int = 0  # the session's call that `fresh` belongs to
-    fresh: Counter[Region] = field(default_factory=Counter)
-    irregular: bool = False
+    irregular: bool = False  # writes that can't be mapped to elements
+    raw: bool = False  # its memory was handed out
 
     @property
     def current(self) -> torch.UntypedStorage:
@@ -95,11 +96,13 @@ class Receiver(TorchDispatchMode):
         index: dict[int, Track],
         on_write: OnWrite,
         stage: Callable[[Track], None] | None,
+        on_read: Callable[[Track, torch.Tensor, Any], None] | None = None,
     ) -> None:
         super().__init__()
         self.index = index
         self.on_write = on_write
         self.stage = stage
+        self.on_read = on_read
         self.error: BaseException | None = None
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.pulling = False
@@ -125,7 +128,29 @@ class Receiver(TorchDispatchMode):
             value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
         if written:
             self.on_write(track, value, func, args)
+        elif self.on_read is not None:
+            self.on_read(track, value, func)
+            if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
+                value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
         return value
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor whose raw memory is asked for: never that of A, and its writes will have to be found."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return tensor
+        track = self.index.get(tensor.untyped_storage()._cdata)
+        if track is None:
+            return tensor
+        if self.stage is not None and not track.placeholder and track.stage is None:
+            self.stage(track)
+            if track.stage is not None:  # writes can't be seen: the rest must be A's
+                view_on(track.stage, torch.uint8, 0, (track.nbytes,), (1,)).copy_(
+                    view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
+                )
+        track.raw = True
+        if track.stage is None or tensor.untyped_storage()._cdata == track.stage._cdata:
+            return tensor
+        return view_on(track.stage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,6 +236,13 @@ def region_of(track: Track, view: torch.Tensor) -> Region | None:
     return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))
 
 
+# Calls that give a tensor's memory away, below any mode.
+_RAW = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__array__,
+     torch.Tensor.__dlpack__}
+)  # fmt: skip
+
+
 class CustomOperators(TorchFunctionMode):
     """Sees the host's own C++ operators, half of which never reach a dispatch mode.
 
@@ -229,6 +261,8 @@ class CustomOperators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _RAW and self.receiver is not None and args and isinstance(args[0], torch.Tensor):
+            return func(self.receiver.hand_out(args[0]), *args[1:], **kwargs)
         if not isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
             return func(*args, **kwargs)
         schema = _packet_schema(func)
@@ -291,4 +325,4 @@ class WriteObserver(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-__all__ = ["CustomOperators", "Receiver", "Track", "WriteObserver", "flat", "region_of"]
+__all__ = ["CustomOperators", "Receiver", "Track", "WriteObserver", "region_of"]

@@ -6,17 +6,16 @@ from __future__ import annotations
 import enum
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
-from weightlife._engine import ledger, processing, storage
+from weightlife._engine import processing, storage
 from weightlife._engine import manifest as manifests
 from weightlife._engine.events import (
     LAYER_PROCESSED,
@@ -28,9 +27,8 @@ from weightlife._engine.events import (
     bus,
 )
 from weightlife._engine.footprint import Plan
-from weightlife._engine.manifest import Received
-from weightlife._engine.receive import CustomOperators, Receiver, Track, region_of
-from weightlife._engine.skeleton import view_on
+from weightlife._engine.intake import Intake, mask
+from weightlife._engine.receive import CustomOperators, Receiver, Track
 from weightlife._engine.stage import Stage
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 
@@ -48,22 +46,6 @@ class State(enum.Enum):
     VALIDATING = "validating"
     COMMITTED = "committed"
     ABORTED = "aborted"
-
-
-COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
-# In-place operations that do not read what they write. Everything else accumulates.
-OVERWRITING = COPY_OPERATORS | {
-    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::index_put_",
-    "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::masked_fill_", "aten::index_fill_",
-    "aten::exponential_", "aten::eye",
-}  # fmt: skip
-
-
-def _accumulates(func: Any) -> bool:
-    """Whether a writing operation also reads what it writes."""
-    if func is None:
-        return False
-    return func._schema.name not in OVERWRITING and "out" not in func._schema.overload_name
 
 
 class WeightLoadSession:
@@ -96,19 +78,17 @@ class WeightLoadSession:
         self.settings = life.settings
         self.waited_batches = 0
         self.warned = False
-        self.received: dict[str, Received] = {}
-        self.tensors_received = 0
-        self.bytes_received = 0
-        self.current: Received | None = None
-        self.current_name = ""
-        self.new_casts: set[tuple[int, str]] = set()
-        self.epochs = 1
-        self.calls = 0
+        self.intake = Intake(self)
         self.stage: Stage | None = None
         self.receiver: Receiver | None = None
         self.operators: CustomOperators | None = None
         self.voted = False
         self.whole = False  # one call of the host receives everything: control does not return in between
+        self.refresh = False  # process again what a client may have written in place
+        self.idle: set[int] = set()
+        self.processed: set[int] = set()
+        self.written: dict[int, Any] = {}
+        self.foreign_modes = False  # a client's own dispatch mode stood over a call
         self.kernel_format = operation == "kernel_format"
         self._started = time.perf_counter()
         self._phase: tuple[str, float] | None = None
@@ -168,7 +148,9 @@ class WeightLoadSession:
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
             isolated, life.fill,
         )  # fmt: skip
-        self.receiver = Receiver(self.stage.index, self._on_write, self._stage_live)
+        self.receiver = Receiver(
+            self.stage.index, self.intake.on_write, self._stage_live, self.intake.on_read
+        )
         self.operators = CustomOperators(self.receiver, None)
         self.stage.present()
         self.state = State.PREPARED
@@ -183,43 +165,45 @@ class WeightLoadSession:
         self.report.storage_why = "the setting" if wanted != "auto" else "the default: addresses stay valid"
 
     def _stage_live(self, track: Track) -> None:
-        assert self.stage is not None
-        if not self.stage.isolated and self.settings.undo_budget_bytes is not None:
-            if self.stage.undo_bytes + track.nbytes > self.settings.undo_budget_bytes:
+        """Before the first write to memory that serves."""
+        stage = self.stage
+        assert stage is not None
+        hooks = self.state is State.PROCESSING
+        if hooks and self._phase is not None and self._phase[0] == "process_model" and track.owners & self.idle:
+            raise errors.DoubleProcessingError(
+                "the model's hook changes a layer that this update did not touch: it is processed already",
+                model=self.life.name, layer=track.path, session=self.id,
+                hint="send a complete update: this model can't take a partial one",
+            )  # fmt: skip
+        budget = self.settings.undo_budget_bytes
+        if not stage.isolated and budget is not None and not stage.has_undo(track):
+            if stage.undo_bytes + track.nbytes > budget:
                 self.life.unsafe = True  # no way back from here: a failure poisons
                 return
-        self.stage.stage_live(track)
+        # A hook may write a part of a storage, or read it first: outside of receiving the rest is A's.
+        stage.stage_live(track, copy=not self.intake.recording)
 
     # -- receive -----------------------------------------------------------------------------------------------
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Run one call of the host's loader with its source observed."""
-        self.calls += 1
+        intake, receiver = self.intake, self.receiver
+        assert receiver is not None
+        intake.calls += 1
         with self.inside():
             self.state = State.RECEIVING
-            assert self.receiver is not None
+            intake.recording = True
             try:
-                return load(self.receiver.stream(weights, self._begin_tensor, self._end_tensor))
+                return load(receiver.stream(weights, intake.begin, intake.end))
             except errors.WeightlifeError:
                 raise
             except Exception as error:
-                problem = self._explain(error)
+                problem = intake.explain(error)
                 if problem is None:
                     raise
                 raise problem from error
-
-    def _explain(self, error: Exception) -> errors.WeightlifeError | None:
-        """What a loader's bare assertion meant, where the manifest tells: the tensor had another shape before."""
-        known = self.life.manifest.names.get(self.current_name)
-        if self.current is None or known is None or known.shape == self.current.shape:
-            return None
-        problem = errors.ShapeMismatchError(
-            f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
-            f"{type(error).__name__} {error}",
-            model=self.life.name, tensors=[self.current_name], session=self.id,
-        )  # fmt: skip
-        self.record(problem)
-        return problem
+            finally:
+                intake.recording = False
 
     @property
     def pulling(self) -> bool:
@@ -234,8 +218,7 @@ class WeightLoadSession:
         self.stage.show_b()
         with ExitStack() as stack:
             stack.enter_context(self.life.entered())
-            stack.enter_context(self.operators)
-            stack.enter_context(self.receiver)
+            stack.enter_context(self._below_foreign_modes())
             try:
                 yield
             except BaseException as error:
@@ -245,113 +228,35 @@ class WeightLoadSession:
                     raise hidden from None
                 raise
 
+    @contextmanager
+    def _below_foreign_modes(self) -> Iterator[None]:
+        """Observe below a client's own dispatch modes: they must meet the model's real storages first."""
+        assert self.receiver is not None and self.operators is not None  # noqa: PT018
+        foreign = []
+        while torch._C._len_torch_dispatch_stack():
+            foreign.append(_pop_mode())
+        self.foreign_modes = self.foreign_modes or bool(foreign)
+        try:
+            with self.operators, self.receiver:
+                for mode in reversed(foreign):
+                    _push_mode(mode)
+                try:
+                    yield
+                finally:
+                    for _ in foreign:
+                        _pop_mode()
+        finally:
+            for mode in reversed(foreign):
+                _push_mode(mode)
+
     def write_directly(self, call: Callable[[], Any]) -> Any:
         """Run a call of the host that writes parameters itself, without a loader. Use it `inside()`."""
         self.state = State.RECEIVING
-        return call()
-
-    def _begin_tensor(self, name: Any, tensor: Any) -> None:
-        self.current_name = str(name)
-        known = isinstance(tensor, torch.Tensor)
-        nbytes = tensor.numel() * tensor.element_size() if known else 0
-        shape = tuple(tensor.shape) if known else ()
-        dtype = str(tensor.dtype).removeprefix("torch.") if known else type(tensor).__name__
-        self.current = self.received[self.current_name] = Received(shape, dtype, nbytes)
-        self.tensors_received += 1
-        self.bytes_received += nbytes
-
-    def _end_tensor(self) -> None:
-        self.current = None
-        self.current_name = ""
-
-    def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        if self.state is not State.RECEIVING:
-            return
-        if track.number is None:
-            return
-        self._check_cast(track, view, func, args)
-        part = region_of(track, view)
-        if part is None:
-            track.irregular = True
-            return
-        if part.numel == 0:
-            return
-        if _accumulates(func) and part not in track.ever:
-            self._before_accumulation(track, part, func)
-        if not self.explicit:
-            self._maybe_new_epoch(track, part)
-        track.written[part] += 1
-        track.ever.add(part)
-        if self.current is not None:
-            self.current.writes.append((track.number, part))
-
-    def _maybe_new_epoch(self, track: Track, part: Any) -> None:
-        """A repeat of what an earlier call brought: later values win, and its layers must be covered anew.
-
-        What the present call has brought already belongs to the new epoch; a repeat within one call is one stream,
-        in which the later value wins.
-        """
-        if track.call != self.calls:
-            track.call, track.fresh = self.calls, Counter()
-        assert self.stage is not None and track.number is not None
-        allowed = max(1, self.life.manifest.expected.get(track.number, Counter()).get(part, 1))
-        earlier = track.written[part] - track.fresh[part]
-        track.fresh[part] += 1
-        if not earlier or track.written[part] < allowed:
-            return
-        layers = self.life.skeleton.storages[track.number].layers
-        for number, other in self.stage.by_number.items():
-            if self.life.skeleton.storages[number].layers & layers:
-                other.written = other.fresh.copy() if other.call == self.calls else Counter()
-        track.written[part] -= 1  # counted by the caller
-        self.epochs += 1
-
-    def _before_accumulation(self, track: Track, part: Any, func: Any) -> None:
-        """An operation that reads what it writes needs what a cold load would find there: the constructor's value."""
-        assert track.number is not None
-        wanted = ledger.counts(track.numel, [part]) > 0
-        if track.irregular or not (wanted & ~self.mask(track)).any():
-            return
-        unwritten = ~self.mask(track)
-        whole = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
-        if not self.life.skeleton.fill_kept(track.number, whole, unwritten & wanted):
-            raise errors.BypassError(
-                f"{func._schema.name} reads elements of {track.path} that this update has not written",
-                model=self.life.name, layer=track.path, tensors=[self.current_name], session=self.id,
-                hint="write them with copy_ first",
-            )  # fmt: skip
-
-    def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        if (
-            func is None
-            or self.settings.casts == "off"
-            or func._schema.name not in COPY_OPERATORS
-            or len(args) < 2
-        ):
-            return
-        pairs = zip(args[0], args[1], strict=False) if isinstance(args[0], (list, tuple)) else [args[:2]]
-        target = str(view.dtype).removeprefix("torch.")
-        assert track.number is not None
-        for destination, given in pairs:
-            if not isinstance(given, torch.Tensor) or destination.dtype != view.dtype:
-                continue
-            source = str(given.dtype).removeprefix("torch.")
-            accepted = (track.number, source) in self.life.manifest.casts
-            if source != target and not accepted and not manifests.cast_allowed(source, target):
-                self.problem(
-                    errors.DtypeMismatchError(
-                        f"a {source} tensor for a {target} weight: quantised data in the wrong place",
-                        model=self.life.name, layer=track.path, tensors=[self.current_name], session=self.id,
-                    ),
-                    self.settings.casts,
-                )  # fmt: skip
-                return
-
-    def mask(self, track: Track) -> Any:
-        """Elements that this session wrote (numpy bool, shape (numel,)). All, where writes can't be mapped."""
-        if track.irregular:
-            return np.ones(track.numel, dtype=bool)
-        return ledger.counts(track.numel, track.ever) > 0
+        self.intake.recording = True
+        try:
+            return call()
+        finally:
+            self.intake.recording = False
 
     def problem(self, error: errors.WeightlifeError, policy: str) -> None:
         """Raise, warn about or ignore a violation, by policy; the report has it in any case.
@@ -390,15 +295,19 @@ class WeightLoadSession:
         self.phase("validate")
         self.stage.show_b()
         self.stage.note_replaced()
+        self._check_raw()
         touched = self.touched()
         self.check_complete(touched)
         self.state = State.PROCESSING
         if not self.kernel_format:
             # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
             wanted = self._restore_unwritten(touched)
+            self.processed = wanted
+            self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
             self.stage.forget_placeholders()
             with self.inside():
                 self._process(wanted)
+            self.stage.put_back_unmade(self.idle)
         self.phase("validate")
         self.state = State.VALIDATING
         settlement = storage.Settler(self.stage).settle()
@@ -428,14 +337,14 @@ class WeightLoadSession:
         assert stage is not None
         if not touched:
             hint = ""
-            if self.received:
-                first = next(iter(self.received))
-                hint = f"none of {len(self.received)} names was taken, {first!r} first"
+            if self.intake.received:
+                first = next(iter(self.intake.received))
+                hint = f"none of {len(self.intake.received)} names was taken, {first!r} first"
                 hint += manifests.nearest(first, life.manifest.names)
             message = "no tensor of the update reached the model" + (": " + hint if hint else "")
             self.problem(
                 errors.EmptyUpdateError(
-                    message, model=life.name, tensors=list(self.received)[:8], session=self.id
+                    message, model=life.name, tensors=list(self.intake.received)[:8], session=self.id
                 ),
                 self.settings.empty,
             )
@@ -493,7 +402,7 @@ class WeightLoadSession:
         extra = manifests.surplus(life.manifest, life.skeleton, stage.by_number)
         if not extra:
             return
-        names = manifests.repeated_names(life.manifest, self.received, stage.by_number, extra)
+        names = manifests.repeated_names(life.manifest, self.intake.received, stage.by_number, extra)
         layer = life.layer_path(next(iter(life.skeleton.storages[extra[0]].layers), -1))
         self.problem(
             errors.SurplusTensorError(
@@ -503,24 +412,54 @@ class WeightLoadSession:
             self.settings.surplus,
         )  # fmt: skip
 
+    def _check_raw(self) -> None:
+        """Memory that was handed out raw must not have been written behind the ledger's back.
+
+        Raises:
+            BypassError: it was.
+        """
+        assert self.stage is not None
+        for track in {id(t): t for t in self.stage.index.values()}.values():
+            if track.raw and not track.ever and track.stage is not None and self.stage.differs(track):
+                raise errors.BypassError(
+                    f"{track.path} was written through its raw memory",
+                    model=self.life.name, layer=track.path, session=self.id,
+                )  # fmt: skip
+
     def _restore_unwritten(self, touched: set[int]) -> set[int]:
         """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
         life, stage = self.life, self.stage
         assert stage is not None
         rebuild = life.plan.rebuild
         loaded = life.manifest.layers(life.skeleton) if not life.manifest.provisional else touched
-        derived = rebuild - loaded
-        idle = rebuild - touched - derived
-        stage.put_back(idle)
-        if idle:
-            self.report.notes.append(f"{len(idle)} rebuilt layers were not touched and stay as they were")
-        life.fill_unwritten(self, touched | derived)
+        derived = {i for i in rebuild - loaded - touched if life.has_hook(i)}
+        self.idle = (rebuild & loaded) - touched
+        if self.refresh:
+            fresh = {i for i in self.idle if life.plan.refreshable(i, life.skeleton)}
+            self.idle -= fresh
+            derived |= fresh
+        # What has neither a hook nor weights of its own (a quant method that is a module) follows the layer above it.
+        followers = rebuild - loaded - touched - derived
+        self.idle |= {i for i in followers if life.nearest_hooked(i) in self.idle}
+        stage.put_back(self.idle)
+        if self.idle:
+            self.report.notes.append(f"{len(self.idle)} rebuilt layers were not touched and stay as they were")
+        life.fill_unwritten(self, touched | derived | (followers - self.idle))
         return touched | derived
 
     def _process(self, wanted: set[int]) -> None:
         life = self.life
+        idle_deferred = [
+            m for m in life.model.modules() if id(m) in self.idle and life.host.is_deferred(m)
+        ]
+        if idle_deferred and not life.host.rerun_deferred():
+            self.report.notes.append(
+                f"{len(idle_deferred)} late hooks of untouched layers did not run: what they derive from others is old"
+            )
+        skipped = set() if life.host.rerun_deferred() else self.idle
         processing.run(
-            life.model, life.host, lambda layer: id(layer) in wanted, self.phase,
+            life.model, life.host, lambda layer: id(layer) in wanted, lambda layer: id(layer) not in skipped,
+            self.phase,
             lambda path, hook, seconds: bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds),
         )  # fmt: skip
 
@@ -540,15 +479,15 @@ class WeightLoadSession:
         stage, life = self.stage, self.life
         assert stage is not None
         life.committing = True
-        with life.entered():
-            if self.report.storage == "pinned":
-                storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
-        life.keep_alive = settlement.keep_alive
+        if self.report.storage == "pinned":
+            storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+        # What native code of layers that were not made again still points to stays, too.
+        kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
+        life.keep_alive = kept + settlement.keep_alive
         life.committing = False
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
-        self.report.notes += life.host.commit_notes()
         self._close("committed", touched)
 
     def abort(self, error: BaseException | None = None, outcome: str = "aborted") -> None:
@@ -569,15 +508,17 @@ class WeightLoadSession:
         life, report = self.life, self.report
         report.outcome = outcome
         report.seconds = time.perf_counter() - self._started
-        report.tensors_received = self.tensors_received
-        report.bytes_received = self.bytes_received
-        if self.epochs > 1:
-            report.notes.append(f"{self.epochs} epochs: later values replaced earlier ones")
+        report.tensors_received = self.intake.tensors
+        report.bytes_received = self.intake.nbytes
+        if self.intake.epochs > 1:
+            report.notes.append(f"{self.intake.epochs} epochs: later values replaced earlier ones")
         for ident, plan in life.plan.layers.items():
             report.layers_by_strategy[plan.strategy] = report.layers_by_strategy.get(plan.strategy, 0) + 1
             report.layers.append(LayerRecord(plan.path, plan.strategy, plan.reason, ident in touched))
         report.layers_touched = sum(1 for record in report.layers if record.touched)
         report.layers_untouched = len(report.layers) - report.layers_touched
+        if outcome == "committed":
+            report.notes += life.notes_after_commit()
         life.closed(self)
         bus.emit(SESSION_END, self.id, report=report, outcome=report.outcome, error=report.error or "")
         if self.stage is not None:

@@ -30,6 +30,17 @@ def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:
                     yield key, attribute
 
 
+def same_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same storage, in the same shape."""
+    return (
+        tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and tensor.storage_offset() == other.storage_offset()
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.dtype == other.dtype
+    )
+
+
 class Stage:
     """Generations A and B of one model during one session.
 
@@ -95,6 +106,7 @@ class Stage:
                     if number is not None:
                         self.by_number[number] = track
                 track.tensors.append((value, value.detach()))
+                track.owners |= holder.owners
 
     # -- generation B ------------------------------------------------------------------------------------------
 
@@ -148,8 +160,22 @@ class Stage:
         self.placeholders[index] = tensor
         return tensor
 
-    def stage_live(self, track: Track) -> None:
-        """Before the first write to a storage that serves: stage it, or keep what undoing the write needs."""
+    def has_undo(self, track: Track) -> bool:
+        """Whether the bytes of a live storage are kept already."""
+        return int(track.storage._cdata) in self.undo
+
+    def differs(self, track: Track) -> bool:
+        """Whether a stage holds other bytes than the storage that it stands for."""
+        assert track.stage is not None
+        whole = (track.nbytes,)
+        a = view_on(track.storage, torch.uint8, 0, whole, (1,))
+        return not torch.equal(a, view_on(track.stage, torch.uint8, 0, whole, (1,)))
+
+    def stage_live(self, track: Track, copy: bool = False) -> None:
+        """Before the first write to a storage that serves: stage it, or keep what undoing the write needs.
+
+        `copy`: the stage begins with A's bytes, for writers that read or write a part.
+        """
         if not self.isolated:
             if int(track.storage._cdata) not in self.undo:
                 self._keep_undo(track)
@@ -158,8 +184,11 @@ class Stage:
         track.stage = stage
         self.staged_bytes += track.nbytes
         self.index[int(stage._cdata)] = track
-        if self.fill is not None:
-            self.fill(view_on(stage, track.dtype, 0, (track.numel,), (1,)))
+        whole = (track.nbytes,)
+        if copy:
+            view_on(stage, torch.uint8, 0, whole, (1,)).copy_(view_on(track.storage, torch.uint8, 0, whole, (1,)))
+        elif self.fill is not None:
+            self.fill(view_on(stage, torch.uint8, 0, whole, (1,)))
         for tensor, _ in track.tensors:
             self._repoint(tensor, stage)
 
@@ -224,7 +253,7 @@ class Stage:
         for track in self.index.values():
             # A track is found by its live and by its staged identity: once is enough, twice does no harm.
             for tensor, a_view in track.tensors:
-                if tensor.untyped_storage()._cdata != track.storage._cdata:
+                if not same_view(tensor, a_view):
                     self.b_data.append((tensor, tensor.detach()))
                     tensor.data = a_view
         self.showing_b = False
@@ -254,6 +283,28 @@ class Stage:
                 obj = holder.obj
                 changed = [k for k in slots.differing(self.before[ident], slots.read(obj)) if k in restore]
                 slots.write(obj, self.before[ident], changed)
+
+    def put_back_unmade(self, idle: set[int]) -> None:
+        """Slots that processing did not make again, of holders that an untouched layer shares, get A's value.
+
+        A helper that several layers write to (a table by layer name) was restored for those that are processed; the
+        entries of the others are A's still.
+        """
+        for ident, restore in self.plan.restore.items():
+            holder = self.skeleton.holders[ident]
+            if ident not in self.before or not holder.owners & idle or holder.owners <= idle:
+                continue
+            now = slots.read(holder.obj)
+            unmade = [
+                key
+                for key, value in restore.items()
+                if (value is ABSENT and key not in now and key in self.before[ident])
+                or (key in now and key in self.before[ident] and slots.same(now[key], value))
+            ]
+            if unmade:
+                target = dict(now)
+                target.update({key: self.before[ident][key] for key in unmade})
+                slots.write(holder.obj, target, unmade)
 
     def revert(self) -> None:
         """A exactly, B dropped. In place, written storages get their old bytes back."""

@@ -46,6 +46,16 @@ class Move:
     a: torch.Tensor  # a view of A's memory
     b: torch.Tensor
     a_object: torch.Tensor
+    owners: frozenset[int] = frozenset()
+    cover: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and stride without repeated elements
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Destination and source of the copy."""
+        b = self.b.detach()
+        if self.cover is None:
+            return self.a, b
+        shape, stride = self.cover
+        return self.a.as_strided(shape, stride), b.as_strided(shape, stride)
 
 
 @dataclass
@@ -56,12 +66,29 @@ class Settlement:
     changes: list[Change] = field(default_factory=list)
     rebind: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = field(default_factory=list)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # B identity -> A storage
-    keep_alive: list[torch.UntypedStorage] = field(default_factory=list)
+    keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = field(default_factory=list)
 
     @property
     def moved(self) -> list[Change]:
         """Contract violations: storage that cannot keep its address."""
         return [change for change in self.changes if change.kind == "moved"]
+
+
+def _cover(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and stride that reach each element of a tensor once, or None where that is no rectangle.
+
+    An expanded tensor (stride 0) repeats its elements, and can't be copied into as it is.
+    """
+    dims = [
+        (1 if stride == 0 else size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    reach = 0
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if size > 1:
+            if stride <= reach:
+                return None
+            reach += (size - 1) * stride
+    return tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -90,6 +117,7 @@ class Settler:
         self.out = Settlement()
         self._seen: set[tuple[int, int]] = set()
         self._moved: set[int] = set()
+        self._owners: frozenset[int] = frozenset()
         self._a_views = {id(tensor): view for t in stage.index.values() for tensor, view in t.tensors}
 
     def settle(self) -> Settlement:
@@ -98,6 +126,7 @@ class Settler:
         self._staged_and_replaced()
         for ident, before in stage.before.items():
             holder = stage.holders[ident]
+            self._owners = frozenset(holder.owners)
             now = slots.read(holder.obj)
             for key in slots.differing(before, now):
                 path = slots.step(holder.path, key)
@@ -129,6 +158,10 @@ class Settler:
                 known = {int(track.storage._cdata), int(track.current._cdata)}
                 if identity not in known:  # `.data =` by a loader or a hook
                     self._pair(track.path, tensor, tensor, a_view)
+                elif _geometry(tensor) != _geometry(a_view) or tensor.storage_offset() != a_view.storage_offset():
+                    self.out.changes.append(
+                        Change(track.path, "moved", f"{describe(a_view)} became {describe(tensor)}")
+                    )
 
     def _match(self, path: str, a: Any, b: Any) -> None:
         if a is b or (id(a), id(b)) in self._seen:
@@ -137,6 +170,10 @@ class Settler:
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                 self._pair(path, a, b, self._a_views.get(id(a), a))
+            elif isinstance(a, torch.Tensor):
+                self.out.changes.append(Change(path, "removed", describe(a)))
+            else:
+                self.out.changes.append(Change(path, "added", describe(b)))
             return
         if type(a) is not type(b) or isinstance(a, torch.nn.Module):
             return
@@ -170,8 +207,12 @@ class Settler:
             return
         if id(b) in self._moved:
             return
+        cover = _cover(a_view)
+        if cover is None:
+            self.out.changes.append(Change(path, "moved", f"{describe(b)} overlaps itself"))
+            return
         self._moved.add(id(b))
-        self.out.moves.append(Move(path, a_view, b, a))
+        self.out.moves.append(Move(path, a_view, b, a, self._owners, cover))
         a_storage, b_storage = a_view.untyped_storage(), b.untyped_storage()
         if a_storage.nbytes() == b_storage.nbytes() and a_view.storage_offset() == b.storage_offset():
             self.out.storages.setdefault(b_key, a_storage)
@@ -199,7 +240,7 @@ def commit_pinned(
 
     Nothing here can fail for a reason that was not checked before, short of the device itself failing.
     """
-    pairs = [(move.a, move.b.detach()) for move in settlement.moves]
+    pairs = [move.pair() for move in settlement.moves]
     with torch.no_grad():
         copy(pairs)
     handed = operators.handed_over if operators is not None else {}
@@ -218,13 +259,13 @@ def commit_pinned(
                 continue
             if identity in handed and not handed[identity].expired():
                 # Native code was given this address: the memory stays, with the same values, until the next commit.
-                settlement.keep_alive.append(value.untyped_storage())
+                settlement.keep_alive.append((frozenset(b_holders[ident].owners), value.untyped_storage()))
             value.data = view_on(target, value.dtype, value.storage_offset(), value.shape, value.stride())
     for move in settlement.moves:
         if storage_key(move.b) != storage_key(move.a):  # a tensor on a storage that could not be mapped whole
             identity = storage_key(move.b)
             if identity in handed and not handed[identity].expired():
-                settlement.keep_alive.append(move.b.untyped_storage())
+                settlement.keep_alive.append((move.owners, move.b.untyped_storage()))
             move.b.data = move.a.detach()
     for module, kind, name, tensor in settlement.rebind:
         container = module._parameters if kind == "param" else module._buffers

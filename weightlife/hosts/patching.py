@@ -128,7 +128,10 @@ class Patcher:
         if isinstance(owner, type):
             for base in owner.__mro__:
                 if attribute in vars(base):
-                    return owner, attribute, vars(base)[attribute]
+                    original = vars(base)[attribute]
+                    while isinstance(original, SeamWrapper) and base is not owner:
+                        original = original.__wrapped__  # wrapped on the class that it is inherited from
+                    return owner, attribute, original
             return (owner if seam.adds else None), attribute, None
         original = vars(owner).get(attribute)
         return (None, attribute, None) if original is None else (owner, attribute, original)
@@ -184,6 +187,8 @@ class Patcher:
 
     def status(self) -> list[dict[str, Any]]:
         """A row a seam: name, target, state, required, why."""
+        if self.active and self.failures:
+            self.apply()  # installed while a module was still being imported: it may be whole now
         rows = []
         for seam in self.seams:
             if seam.name in self.applied:

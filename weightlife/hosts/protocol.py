@@ -33,6 +33,9 @@ class Host(Protocol):
     def process_deferred(self, layer: torch.nn.Module) -> None:
         """Run a deferred hook."""
 
+    def rerun_deferred(self) -> bool:
+        """Whether deferred hooks may run again on a layer in processed state (they read other layers' new values)."""
+
     def before_processing(self) -> None:
         """What the host does to the whole model before any hook (re-tying embeddings)."""
 

@@ -68,6 +68,10 @@ class TorchHost:
         """Run a late hook."""
         self.process_layer(layer)
 
+    def rerun_deferred(self) -> bool:
+        """A foreign hook may consume what it processes."""
+        return False
+
     def before_processing(self) -> None:
         """Nothing comes before."""
 

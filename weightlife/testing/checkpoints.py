@@ -120,7 +120,7 @@ def _write_side(row: Family, side: str, out: Path) -> None:
     seed = _SEEDS[side]
     model = _dense_model(row, seed)
     model.save_pretrained(out)
-    _save_tokenizer(out, int(model.config.vocab_size))
+    save_tokenizer(out, int(model.config.vocab_size))
     if not row.quantise and not row.head:
         return
     content = tensors(out)
@@ -154,7 +154,8 @@ def _dense_model(row: Family, seed: int) -> Any:
     return model.to(torch.bfloat16)
 
 
-def _save_tokenizer(out: Path, vocab_size: int) -> None:
+def save_tokenizer(out: Path, vocab_size: int) -> None:
+    """A tokenizer of one character a token, so that a folder is complete for whoever wants one."""
     import transformers
     from tokenizers import Tokenizer, models
 

@@ -99,6 +99,10 @@ class VllmHost:
         with utils.device_loading_context(layer, self.device):
             layer.process_weights_after_loading(self.model_config.dtype)  # type: ignore[operator]
 
+    def rerun_deferred(self) -> bool:
+        """vLLM itself runs them at every reload, also on layers that received nothing."""
+        return True
+
     def before_processing(self) -> None:
         """Tie the head to the embeddings again where the checkpoint's copies turn out to be equal."""
         try:

@@ -36,6 +36,8 @@ def _ready(model: Any) -> Lifecycle | None:
 
 def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """After construction: remember what the constructor made."""
+    if not runtime.installed():
+        return wrapped(*args, **kwargs)
     model = wrapped(*args, **kwargs)
     vllm_config = _argument(args, kwargs, 0, "vllm_config")
     model_config = kwargs.get("model_config") or vllm_config.model_config
@@ -87,10 +89,12 @@ def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwarg
         return wrapped(*args, **kwargs) if life is None else None
     if life.first is not None:
         return life.first.process(lambda: wrapped(*args, **kwargs))
-    if life.session is not None and not life.session.explicit:
-        life.finish("process_weights_after_loading")
-    elif life.session is None and life.contract_changed() is not None:
+    if life.session is None and life.contract_changed() is not None:
         return wrapped(*args, **kwargs)  # a client that re-created parameters processes them itself
+    if life.session is not None and not life.session.explicit:
+        # A client may have written live parameters itself: what is made from them is made again.
+        life.session.refresh = True
+        life.finish("process_weights_after_loading")
     return None
 
 
@@ -110,6 +114,8 @@ def load_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def get_model_loader(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Loaders that override `load_model`, third-party ones included, are wrapped when they are first used."""
+    if not runtime.installed():
+        return wrapped(*args, **kwargs)
     loader = wrapped(*args, **kwargs)
     runtime.patcher().wrap_class(type(loader), "load_model", load_model)
     return loader
@@ -294,6 +300,8 @@ _COMMITTING = frozenset({"reload_weights", "finish_weight_update"})
 def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """After an update through the engine, cached key-value blocks are of the old weights: forget them."""
     out = wrapped(*args, **kwargs)
+    if not runtime.installed():
+        return out
     if _argument(args, kwargs, 0, "method") in _COMMITTING and runtime.settings().mode == "enforce":
         if not instance.reset_prefix_cache():
             logging.getLogger("weightlife").warning(
@@ -356,13 +364,17 @@ def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 # -- the handshake ---------------------------------------------------------------------------------------------
 
 
-def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The front end's engine stands: do its workers run weightlife?"""
+    if not runtime.installed():
+        return wrapped(*args, **kwargs)
     wrapped(*args, **kwargs)
     remote.shake_hands(instance, runtime.settings().handshake)
 
 
-def after_core(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def after_core(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The engine core stands (an asynchronous front end can't ask from its constructor)."""
+    if not runtime.installed():
+        return wrapped(*args, **kwargs)
     wrapped(*args, **kwargs)
     remote.shake_hands(instance, runtime.settings().handshake)

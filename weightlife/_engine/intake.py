@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The intake of a session: the receiver's findings, entered in the ledger and judged one by one.
+
+Here lives what must be decided at the moment of a write: its source name, its epoch, whether the cast is legal, and
+whether an operation reads elements that nobody has given a value yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weightlife import errors
+from weightlife._engine import ledger
+from weightlife._engine import manifest as manifests
+from weightlife._engine.ledger import Region
+from weightlife._engine.manifest import Received
+from weightlife._engine.receive import Track, region_of
+from weightlife._engine.skeleton import view_on
+
+if TYPE_CHECKING:
+    from weightlife._engine.session import WeightLoadSession
+
+COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
+# In-place operations that do not read what they write. Everything else accumulates.
+OVERWRITING = COPY_OPERATORS | {
+    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::index_put_",
+    "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::masked_fill_", "aten::index_fill_",
+    "aten::exponential_",
+}  # fmt: skip
+
+
+def accumulates(func: Any, args: tuple[Any, ...], storage: int) -> bool:
+    """Whether a writing operation also reads what it writes.
+
+    An `out=` operation does so only if its destination is among its inputs (`where(mask, dst, src, out=dst)`).
+    """
+    if func is None:
+        return False
+    if "out" in func._schema.overload_name:
+        return any(
+            isinstance(value, torch.Tensor) and not value.is_meta and value.untyped_storage()._cdata == storage
+            for value in args
+        )
+    return func._schema.name not in OVERWRITING
+
+
+class Intake:
+    """What a session has received so far. Fed by a `Receiver`, read when the session is finished."""
+
+    def __init__(self, session: WeightLoadSession) -> None:
+        self.session = session
+        self.received: dict[str, Received] = {}
+        self.tensors = 0
+        self.nbytes = 0
+        self.current: Received | None = None
+        self.name = ""
+        self.calls = 0
+        self.epochs = 1
+        self.recording = False
+        self._sequence = 0
+
+    # -- the stream --------------------------------------------------------------------------------------------
+
+    def begin(self, name: Any, tensor: Any) -> None:
+        """A source tensor is about to be handed to the loader."""
+        self.name = str(name)
+        known = isinstance(tensor, torch.Tensor)
+        nbytes = tensor.numel() * tensor.element_size() if known else 0
+        shape = tuple(tensor.shape) if known else ()
+        dtype = str(tensor.dtype).removeprefix("torch.") if known else type(tensor).__name__
+        self.current = self.received[self.name] = Received(shape, dtype, nbytes)
+        self.tensors += 1
+        self.nbytes += nbytes
+
+    def end(self) -> None:
+        """The loader is done with it."""
+        self.current = None
+        self.name = ""
+
+    def explain(self, error: Exception) -> errors.WeightlifeError | None:
+        """What a loader's bare assertion meant, where the manifest tells: the tensor had another shape before."""
+        session = self.session
+        known = session.life.manifest.names.get(self.name)
+        if self.current is None or known is None or known.shape == self.current.shape:
+            return None
+        problem = errors.ShapeMismatchError(
+            f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
+            f"{type(error).__name__} {error}",
+            model=session.life.name, tensors=[self.name], session=session.id,
+        )  # fmt: skip
+        session.record(problem)
+        return problem
+
+    # -- operations on the model's storages --------------------------------------------------------------------
+
+    def on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        """A write is about to land.
+
+        Raises:
+            DtypeMismatchError, BypassError: it must not, by policy.
+        """
+        if not self.recording or track.number is None:
+            return
+        self._check_cast(track, view, func, args)
+        part = region_of(track, view)
+        if part is None:
+            track.irregular = True
+            return
+        if part.numel == 0:
+            return
+        if part not in track.ever and accumulates(func, args, int(track.current._cdata)):
+            self._before_reading(track, part, func)
+        self._sequence += 1
+        if not self.session.explicit:
+            self._maybe_new_epoch(track, part)
+        track.written[part] += 1
+        track.sequence[part] = (self._sequence, self.calls)
+        track.ever.add(part)
+        if self.current is not None:
+            self.current.writes.append((track.number, part))
+
+    def on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
+        """An operation reads generation B.
+
+        Raises:
+            BypassError: elements that have no value yet.
+        """
+        if not self.recording or track.number is None or track.irregular:
+            return
+        stage = self.session.stage
+        if not track.placeholder and track.stage is None:
+            # Memory that serves: only loaders that read first want the constructor's values instead.
+            if track.number not in self.session.life.manifest.reads_first or self.session.partial != "forbid":
+                return
+            if stage is None or not stage.isolated:
+                return
+            stage.stage_live(track)
+        part = region_of(track, view)
+        if part is not None and part.numel and part not in track.ever:
+            self._before_reading(track, part, func)
+
+    def _before_reading(self, track: Track, part: Region, func: Any) -> None:
+        """What is read and was not written must be what a cold load would find there: the constructor's value.
+
+        A delta sender of a partial update reads what serves: for a live storage that is generation A.
+        """
+        assert track.number is not None
+        unwritten = (ledger.counts(track.numel, [part]) > 0) & ~mask(track)
+        if not unwritten.any():
+            return
+        whole = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
+        if not track.placeholder and self.session.partial != "forbid":
+            chosen = torch.from_numpy(unwritten).to(whole.device)
+            whole[chosen] = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))[chosen]
+            return
+        if not self.session.life.skeleton.fill_kept(track.number, whole, unwritten):
+            name = "an operation" if func is None else func._schema.name
+            raise errors.BypassError(
+                f"{name} reads elements of {track.path} that this update has not written",
+                model=self.session.life.name, layer=track.path, tensors=[self.name] if self.name else [],
+                session=self.session.id, hint="write them first; a delta of processed weights cannot be applied",
+            )  # fmt: skip
+
+    def _maybe_new_epoch(self, track: Track, part: Region) -> None:
+        """A repeat of what an earlier call brought: later values win, and its layers must be covered anew.
+
+        If the layers were whole, everything so far belongs to the old epoch. If not (the tail of a failed pass, say),
+        only what came no later than the repeated region did; the rest may be of this pass already. A repeat within
+        one call is one stream.
+        """
+        life, stage = self.session.life, self.session.stage
+        assert stage is not None
+        assert track.number is not None
+        allowed = max(1, life.manifest.expected.get(track.number, Counter()).get(part, 1))
+        if track.written[part] < allowed:
+            return
+        before, call = track.sequence[part]
+        if call == self.calls:
+            track.written[part] -= 1  # overwritten within one stream
+            return
+        layers = life.skeleton.storages[track.number].layers
+        on_them = [
+            (number, other)
+            for number, other in stage.by_number.items()
+            if life.skeleton.storages[number].layers & layers
+        ]
+        whole = not manifests.missing(life.manifest, life.skeleton, stage.by_number, [n for n, _ in on_them])
+        limit = self._sequence if whole else before
+        for _, other in on_them:
+            for old in [old for old, (seen, _) in other.sequence.items() if seen <= limit]:
+                other.written.pop(old, None)
+                other.sequence.pop(old, None)
+        self.epochs += 1
+
+    def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        session = self.session
+        if func is None or session.settings.casts == "off" or func._schema.name not in COPY_OPERATORS or len(args) < 2:
+            return
+        pairs = zip(args[0], args[1], strict=False) if isinstance(args[0], (list, tuple)) else [args[:2]]
+        target = str(view.dtype).removeprefix("torch.")
+        for destination, given in pairs:
+            if not isinstance(given, torch.Tensor) or destination.dtype != view.dtype:
+                continue
+            source = str(given.dtype).removeprefix("torch.")
+            accepted = (track.number, source) in session.life.manifest.casts
+            if source != target and not accepted and not manifests.cast_allowed(source, target):
+                session.problem(
+                    errors.DtypeMismatchError(
+                        f"a {source} tensor for a {target} weight: quantised data in the wrong place",
+                        model=session.life.name, layer=track.path, tensors=[self.name], session=session.id,
+                    ),
+                    session.settings.casts,
+                )  # fmt: skip
+                return
+
+
+def mask(track: Track) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Elements that the session wrote, shape (numel,). All, where writes can't be mapped."""
+    if track.irregular:
+        return np.ones(track.numel, dtype=bool)
+    return ledger.counts(track.numel, track.ever) > 0
+
+
