@@ -103,9 +103,7 @@ def uninstall() -> None:
         module = sys.modules.get("weightlife._engine.lifecycle")
         if module is not None:
             for life in module.all_lifecycles():
-                model = life._model()
-                if model is not None:
-                    module.forget(model)
+                module.forget(life.model)
         for stop in _listeners.values():
             stop()
         _listeners.clear()

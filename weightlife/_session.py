@@ -53,12 +53,12 @@ def _guard_forward(model: torch.nn.Module, life: Lifecycle) -> None:
 
     from weightlife._engine import guard
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
+    def enter(*_: Any) -> None:
         stack = ExitStack()
         stack.enter_context(guard.entering([life], guard.Pass.REAL))
         life.passes.append(stack)
 
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def leave(*_: Any) -> None:
         if life.passes:
             life.passes.pop().close()
 
@@ -112,7 +112,12 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
                 host = life.host
                 first.process(
                     lambda: processing.run(
-                        model, host, lambda layer: True, lambda layer: True, lambda name: None, lambda *layer: None
+                        model,
+                        host,
+                        lambda layer: True,
+                        lambda layer: True,
+                        lambda name: None,
+                        lambda *layer: None,
                     )
                 )
             return out
@@ -196,6 +201,7 @@ def session(
         target: a module, or an `LLM`, engine, worker or runner whose model lives in this process.
         partial: forbid (a complete load, or nothing), by_layer (the default), allow.
         source: where the weights come from, for the report.
+        opened_by: who opens it, for the report and for conflicts.
 
     Raises:
         NotInstalledError: the model was built without weightlife.

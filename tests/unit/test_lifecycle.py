@@ -988,7 +988,7 @@ class Programs(RuleBasedStateMachine):
 
 TestPrograms = Programs.TestCase
 TestPrograms.settings = settings(
-    settings.get_profile("ci"), max_examples=80, stateful_step_count=20, deadline=None, derandomize=True,
+    settings.get_profile("ci"), max_examples=200, stateful_step_count=20, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from weightlife._engine import footprint, ledger
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, bus
-from weightlife._engine.intake import accumulates
+from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
@@ -36,7 +36,9 @@ class FirstLoad:
         self.expected: dict[int, Counter[Region]] = {}
         self.irregular: set[int] = set()
         self.casts: set[tuple[int, str]] = set()
+        self.spread: set[int] = set()
         self.raw: set[int] = set()
+        self.custom = False
         self.reads_first: set[int] = set()
         self.tensors = 0
         self.nbytes = 0
@@ -60,12 +62,15 @@ class FirstLoad:
             if tensor is not None and skeleton.storage_of(tensor) == number:
                 index[key] = Track(number, tensor.untyped_storage(), made.nbytes, made.dtype, False, "")
         receiver = Receiver(index, self._on_write, None, self._on_read)
+        receiver.trusted = True  # nothing is read from the source that could be of this model
+        operators = CustomOperators(receiver, None)
         self._phase("receive")
         started = time.perf_counter()
         try:
-            with CustomOperators(receiver, None), receiver:
+            with operators, receiver:
                 return load(receiver.stream(weights, self._begin, self._end))
         finally:
+            self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
             self._phase_end("receive", time.perf_counter() - started)
 
@@ -107,6 +112,9 @@ class FirstLoad:
         self.expected.setdefault(number, Counter())[part] += 1
         if self.current is not None:
             self.current.writes.append((number, part))
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and func._schema.name in COPY_OPERATORS:
+            if spreads(view, args[1]):
+                self.spread.add(number)
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
             self.casts.add((number, str(args[1].dtype).removeprefix("torch.")))
 
@@ -151,7 +159,10 @@ class FirstLoad:
                     skeleton.drop_kept(number)
             self._refuse_raw(plan)
         skeleton.forget_identities()
-        manifest = Manifest(provisional, self.expected, self.received, self.casts, self.reads_first)
+        manifest = Manifest(
+            provisional, self.expected, self.received, self.casts, self.spread, self.reads_first
+        )
+        manifest.custom = self.custom or bool(self.raw)
         self._phase_end("process", time.perf_counter() - started)
         self._close(plan, manifest)
         return out

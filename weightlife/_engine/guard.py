@@ -31,10 +31,15 @@ def showing_a(life: Lifecycle) -> Iterator[None]:
     if stage is None or not stage.showing_b:
         yield
         return
+    receiver = session.receiver if session is not None else None
     stage.show_a()
+    if receiver is not None:
+        receiver.suspended = True
     try:
         yield
     finally:
+        if receiver is not None:
+            receiver.suspended = False
         if session is not None and session.stage is stage:
             stage.show_b()
 
@@ -96,9 +101,9 @@ def entering(lives: Iterable[Lifecycle], kind: Pass) -> Iterator[None]:
     with ExitStack() as stack:
         for life in lives:
             stack.enter_context(life.passing())
-            if life.is_inside():
+            if life.is_inside() and not (life.session is not None and life.session.pulling):
                 continue  # a pass of the load itself (a hook that runs a layer): it sees what is being made
-            if kind is Pass.REAL:
+            if kind is Pass.REAL and not life.is_inside():
                 session = life.session
                 if session is not None and not session.explicit:
                     _settle_implicit(life)

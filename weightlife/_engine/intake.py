@@ -8,7 +8,6 @@ whether an operation reads elements that nobody has given a value yet.
 from __future__ import annotations
 
 from collections import Counter
-
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +42,9 @@ def accumulates(func: Any, args: tuple[Any, ...], storage: int) -> bool:
         return False
     if "out" in func._schema.overload_name:
         return any(
-            isinstance(value, torch.Tensor) and not value.is_meta and value.untyped_storage()._cdata == storage
+            isinstance(value, torch.Tensor)
+            and not value.is_meta
+            and value.untyped_storage()._cdata == storage
             for value in args
         )
     return func._schema.name not in OVERWRITING
@@ -76,6 +77,21 @@ class Intake:
         self.current = self.received[self.name] = Received(shape, dtype, nbytes)
         self.tensors += 1
         self.nbytes += nbytes
+        if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
+            self._check_finite(tensor)
+
+    def _check_finite(self, tensor: torch.Tensor) -> None:
+        # 8-bit floats have no isfinite kernel everywhere; bfloat16 represents all of their values.
+        wide = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)
+        if bool(torch.isfinite(wide).all()):
+            return
+        self.session.problem(
+            errors.NonFiniteError(
+                "a received tensor holds NaN or infinity",
+                model=self.session.life.name, tensors=[self.name], session=self.session.id,
+            ),
+            self.session.settings.nonfinite,
+        )  # fmt: skip
 
     def end(self) -> None:
         """The loader is done with it."""
@@ -106,6 +122,13 @@ class Intake:
         """
         if not self.recording or track.number is None:
             return
+        if track.placeholder and self.session.foreign_modes:
+            # Such a mode (a sparse update) turns copies into changes of the storage that serves, and finds none here.
+            raise errors.BypassError(
+                "a dispatch mode of the caller stands over the load, and this layer is rebuilt",
+                model=self.session.life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+                hint="send whole tensors for layers whose weights are processed",
+            )  # fmt: skip
         self._check_cast(track, view, func, args)
         part = region_of(track, view)
         if part is None:
@@ -150,15 +173,17 @@ class Intake:
         A delta sender of a partial update reads what serves: for a live storage that is generation A.
         """
         assert track.number is not None
+        if whole(track):
+            return
         unwritten = (ledger.counts(track.numel, [part]) > 0) & ~mask(track)
         if not unwritten.any():
             return
-        whole = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
+        memory = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
         if not track.placeholder and self.session.partial != "forbid":
-            chosen = torch.from_numpy(unwritten).to(whole.device)
-            whole[chosen] = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))[chosen]
+            chosen = torch.from_numpy(unwritten).to(memory.device)
+            memory[chosen] = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))[chosen]
             return
-        if not self.session.life.skeleton.fill_kept(track.number, whole, unwritten):
+        if not self.session.life.skeleton.fill_kept(track.number, memory, unwritten):
             name = "an operation" if func is None else func._schema.name
             raise errors.BypassError(
                 f"{name} reads elements of {track.path} that this update has not written",
@@ -197,15 +222,30 @@ class Intake:
                 other.sequence.pop(old, None)
         self.epochs += 1
 
+    def _check_broadcast(self, track: Track, destination: torch.Tensor, given: torch.Tensor) -> None:
+        """`copy_` fills a parameter with a smaller tensor in silence; a loader that means it did so at first, too."""
+        life = self.session.life
+        if (
+            not spreads(destination, given)
+            or life.manifest.provisional
+            or track.number in life.manifest.spread
+        ):
+            return
+        raise errors.ShapeMismatchError(
+            f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
+            model=life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+        )  # fmt: skip
+
     def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         session = self.session
-        if func is None or session.settings.casts == "off" or func._schema.name not in COPY_OPERATORS or len(args) < 2:
+        if func is None or func._schema.name not in COPY_OPERATORS or len(args) < 2:
             return
         pairs = zip(args[0], args[1], strict=False) if isinstance(args[0], (list, tuple)) else [args[:2]]
         target = str(view.dtype).removeprefix("torch.")
         for destination, given in pairs:
             if not isinstance(given, torch.Tensor) or destination.dtype != view.dtype:
                 continue
+            self._check_broadcast(track, view if destination is args[0] else destination, given)
             source = str(given.dtype).removeprefix("torch.")
             accepted = (track.number, source) in session.life.manifest.casts
             if source != target and not accepted and not manifests.cast_allowed(source, target):
@@ -219,10 +259,21 @@ class Intake:
                 return
 
 
+def spreads(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy would repeat its source to fill its destination (shapes that don't fit at all are torch's)."""
+    if source.numel() == destination.numel() or source.ndim > destination.ndim:
+        return False
+    sizes = destination.shape[destination.ndim - source.ndim :]
+    return all(have in (1, want) for have, want in zip(source.shape, sizes, strict=True))
+
+
+def whole(track: Track) -> bool:
+    """Whether plain regions already show that the session wrote all of a storage."""
+    return track.irregular or ledger.tiled(track.numel, track.ever)
+
+
 def mask(track: Track) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Elements that the session wrote, shape (numel,). All, where writes can't be mapped."""
     if track.irregular:
         return np.ones(track.numel, dtype=bool)
     return ledger.counts(track.numel, track.ever) > 0
-
-

@@ -99,6 +99,25 @@ def _indices(part: Region) -> npt.NDArray[np.int64]:
     return index
 
 
+def tiled(numel: int, regions: Iterable[Region]) -> bool:
+    """Whether contiguous regions alone cover all of `numel` elements.
+
+    Costs a sort of the regions, not a walk over the elements: a mask of a 136 M-element embedding is 680 MB of fresh
+    pages, and was 250 of the 262 ms that validating a 0.5B reload took.
+    """
+    reach = 0
+    for start, size in sorted((part.offset, part.numel) for part in regions if part.strides in ((1,), ())):
+        if start > reach:
+            return False
+        reach = max(reach, start + size)
+    return reach >= numel
+
+
+def covered(numel: int, regions: Iterable[Region]) -> bool:
+    """Whether every element was written at least once."""
+    return tiled(numel, regions) or bool((counts(numel, regions) > 0).all())
+
+
 @dataclass
 class StorageLedger:
     """What was written to one storage of `numel` elements, by region with multiplicity."""
@@ -108,11 +127,7 @@ class StorageLedger:
 
     def covered(self) -> bool:
         """Whether every element was written at least once."""
-        if sum(part.numel for part in self.written) < self.numel:
-            return False
-        if any(part == Region(0, (self.numel,), (1,)) for part in self.written):
-            return True
-        return bool((counts(self.numel, self.written) > 0).all())
+        return covered(self.numel, self.written)
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """True where an element was written at least once; shape (numel,)."""
@@ -145,7 +160,7 @@ def compare(numel: int, expected: Counter[Region], received: Counter[Region]) ->
 
 def uncovered(part: Region, numel: int, received: Counter[Region]) -> bool:
     """Whether some element of `part` was never received."""
-    if received.get(part):
+    if received.get(part) or tiled(numel, received):
         return False
     have = counts(numel, received)
     want = counts(numel, [part])

@@ -21,6 +21,7 @@ from weightlife._engine.events import NOTE, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import mask as written_mask
+from weightlife._engine.intake import whole
 from weightlife._engine.manifest import Manifest
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton, storage_key, view_on
@@ -399,6 +400,8 @@ class Lifecycle:
                     continue
                 self._fill_placeholder(session, number)
             elif touched and track.stage is not None:
+                if whole(track):
+                    continue
                 mask = written_mask(track)
                 if not mask.all():
                     hole = torch.from_numpy(~mask)
@@ -420,13 +423,13 @@ class Lifecycle:
         stage = session.stage
         assert stage is not None
         track = stage.by_number[number]
-        if track.numel == 0 or track.irregular:
+        if track.numel == 0 or whole(track):
             return
         mask = written_mask(track)
         if mask.all():
             return
-        whole = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
-        known = self.skeleton.fill_kept(number, whole, ~mask)
+        memory = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
+        known = self.skeleton.fill_kept(number, memory, ~mask)
         if not known and not self.manifest.provisional and session.partial != "allow":
             raise errors.MissingTensorError(
                 f"{int((~mask).sum())} elements of {track.path} were neither received nor made by the constructor",

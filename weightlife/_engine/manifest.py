@@ -36,7 +36,11 @@ class Manifest:
     expected: dict[int, Counter[Region]] = field(default_factory=dict)
     names: dict[str, Received] = field(default_factory=dict)
     casts: set[tuple[int, str]] = field(default_factory=set)
-    reads_first: set[int] = field(default_factory=set)  # storages that loaders read before they have written them
+    spread: set[int] = field(default_factory=set)  # storages that loaders fill with a smaller tensor
+    reads_first: set[int] = field(
+        default_factory=set
+    )  # storages that loaders read before they have written them
+    custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
 
     def layers(self, skeleton: Skeleton) -> set[int]:
         """Ids of the modules that a load writes to."""

@@ -65,17 +65,26 @@ class _Signature:
 
     writes: frozenset[int]
     keyword_writes: frozenset[str]
-    view: bool
+    passive: bool
 
 
-@lru_cache(maxsize=4096)
+# By identity: hashing an operator is a Python call of a microsecond. The operator itself is kept alive beside it.
+_SIGNATURES: dict[int, tuple[_Signature, Any]] = {}
+
+
 def _signature(func: Any) -> _Signature:
+    known = _SIGNATURES.get(id(func))
+    if known is not None:
+        return known[0]
     arguments = func._schema.arguments
     writes = {i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
     aliasing = any(a.alias_info is not None for a in arguments)
     names = frozenset(arguments[i].name for i in writes)
-    view = aliasing and not writes
-    return _Signature(frozenset(writes), names, view)
+    # `set_` writes no memory: it gives the tensor another storage, which is noticed by comparing storages.
+    passive = (aliasing and not writes) or func._schema.name == "aten::set_"
+    made = _Signature(frozenset(writes), names, passive)
+    _SIGNATURES[id(func)] = (made, func)
+    return made
 
 
 OnWrite = Callable[[Track, torch.Tensor, Any, tuple[Any, ...]], None]
@@ -98,12 +107,14 @@ class Receiver(TorchDispatchMode):
         stage: Callable[[Track], None] | None,
         on_read: Callable[[Track, torch.Tensor, Any], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.index = index
         self.on_write = on_write
         self.stage = stage
         self.on_read = on_read
         self.error: BaseException | None = None
+        self.writes = 0
+        self.suspended = False  # a forward pass on A runs from inside the source
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.pulling = False
 
@@ -127,12 +138,33 @@ class Receiver(TorchDispatchMode):
         if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
             value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
         if written:
+            self.writes += 1
             self.on_write(track, value, func, args)
         elif self.on_read is not None:
             self.on_read(track, value, func)
             if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
                 value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
         return value
+
+    def redirect(self, value: Any, written: bool) -> Any:
+        """A tensor argument on generation B, without any entry in the ledger."""
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            return value
+        track = self.index.get(value.untyped_storage()._cdata)
+        if track is None:
+            return value
+        if written and self.stage is not None and not track.placeholder and track.stage is None:
+            self.stage(track)
+        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
+            return value
+        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+
+    def enter(self, value: Any) -> None:
+        """A tensor that was written where no mode could see it."""
+        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+            track = self.index.get(value.untyped_storage()._cdata)
+            if track is not None:
+                self.on_write(track, value, None, ())
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor whose raw memory is asked for: never that of A, and its writes will have to be found."""
@@ -143,10 +175,10 @@ class Receiver(TorchDispatchMode):
             return tensor
         if self.stage is not None and not track.placeholder and track.stage is None:
             self.stage(track)
-            if track.stage is not None:  # writes can't be seen: the rest must be A's
-                view_on(track.stage, torch.uint8, 0, (track.nbytes,), (1,)).copy_(
-                    view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
-                )
+            # Writes can't be seen: the rest must be A's (in place there is no stage, and nothing changes).
+            view_on(track.current, torch.uint8, 0, (track.nbytes,), (1,)).copy_(
+                view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
+            )
         track.raw = True
         if track.stage is None or tensor.untyped_storage()._cdata == track.stage._cdata:
             return tensor
@@ -155,11 +187,10 @@ class Receiver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         signature = _signature(func)
-        if signature.view or "aten::set_" in func._schema.name:
-            # `set_` writes no memory: it gives the tensor another storage, which is noticed by comparing storages.
-            return func(*args, **kwargs)
+        if signature.passive or self.suspended:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         try:
             new = [
                 self.prepare(value, position in signature.writes, func, args)
@@ -228,6 +259,9 @@ def region_of(track: Track, view: torch.Tensor) -> Region | None:
     None where the view's element size is no multiple of the track's (the storage is then treated as irregular).
     """
     if view.dtype.itemsize == track.dtype.itemsize:
+        if view.is_contiguous():  # every expert has an offset of its own: no use in a cache
+            numel, offset = view.numel(), int(view.storage_offset())
+            return Region(offset, (numel,), (1,)) if numel != 1 else Region(offset, (), ())
         return region(view.storage_offset(), tuple(view.shape), view.stride())
     ratio, rest = divmod(view.dtype.itemsize, track.dtype.itemsize)
     if rest or not ratio:
@@ -256,6 +290,7 @@ class CustomOperators(TorchFunctionMode):
         self.receiver = receiver
         self.on_written = on_written
         self.handed_over: dict[int, StorageWeakRef] = {}
+        self.used = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -268,11 +303,18 @@ class CustomOperators(TorchFunctionMode):
         schema = _packet_schema(func)
         if schema is None or schema.name.startswith("aten::"):
             return func(*args, **kwargs)
+        self.used = True
         declared = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
-        if self.receiver is not None:
-            args = tuple(self.receiver.prepare(v, i in declared, func, args) for i, v in enumerate(args))
-            kwargs = {k: self.receiver.prepare(v, False, func, args) for k, v in kwargs.items()}
+        receiver = self.receiver
+        if receiver is not None:
+            args = tuple(receiver.redirect(v, i in declared) for i, v in enumerate(args))
+            kwargs = {k: receiver.redirect(v, False) for k, v in kwargs.items()}
+            seen = receiver.writes
         out = func(*args, **kwargs)
+        if receiver is not None and receiver.writes == seen:
+            for position in declared:  # a composite operator: the dispatch mode met nothing of it
+                if position < len(args):
+                    receiver.enter(args[position])
         values = [*args, *kwargs.values()]
         if not isinstance(out, (torch.Tensor, tuple, list, type(None))):
             for value in values:
@@ -298,7 +340,7 @@ class WriteObserver(TorchDispatchMode):
     """Notes which of the constructor's storages the first processing writes in place."""
 
     def __init__(self, table: dict[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
         self.written: set[int] = set()
 

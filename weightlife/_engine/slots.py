@@ -65,7 +65,8 @@ def is_opaque(obj: Any) -> bool:
 
 
 def _slot_names(obj: Any) -> tuple[str, ...]:
-    return _slot_names_of_type(type(obj))
+    cls: Any = type(obj)
+    return _slot_names_of_type(cls)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -120,7 +120,7 @@ class Stage:
             live = slots.read(holder.obj)
             wanted = {key: self._value(value) for key, value in target.items() if key in restore}
             ordered: slots.State = {}
-            for key, value in target.items():
+            for key in target:
                 if key in wanted:
                     if wanted[key] is not ABSENT:
                         ordered[key] = wanted[key]
@@ -186,7 +186,9 @@ class Stage:
         self.index[int(stage._cdata)] = track
         whole = (track.nbytes,)
         if copy:
-            view_on(stage, torch.uint8, 0, whole, (1,)).copy_(view_on(track.storage, torch.uint8, 0, whole, (1,)))
+            view_on(stage, torch.uint8, 0, whole, (1,)).copy_(
+                view_on(track.storage, torch.uint8, 0, whole, (1,))
+            )
         elif self.fill is not None:
             self.fill(view_on(stage, torch.uint8, 0, whole, (1,)))
         for tensor, _ in track.tensors:

@@ -80,7 +80,8 @@ def _cover(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | No
     An expanded tensor (stride 0) repeats its elements, and can't be copied into as it is.
     """
     dims = [
-        (1 if stride == 0 else size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        (1 if stride == 0 else size, stride)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
     reach = 0
     for size, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -158,7 +159,10 @@ class Settler:
                 known = {int(track.storage._cdata), int(track.current._cdata)}
                 if identity not in known:  # `.data =` by a loader or a hook
                     self._pair(track.path, tensor, tensor, a_view)
-                elif _geometry(tensor) != _geometry(a_view) or tensor.storage_offset() != a_view.storage_offset():
+                elif (
+                    _geometry(tensor) != _geometry(a_view)
+                    or tensor.storage_offset() != a_view.storage_offset()
+                ):
                     self.out.changes.append(
                         Change(track.path, "moved", f"{describe(a_view)} became {describe(tensor)}")
                     )

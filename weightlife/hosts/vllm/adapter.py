@@ -100,7 +100,7 @@ class VllmHost:
             layer.process_weights_after_loading(self.model_config.dtype)  # type: ignore[operator]
 
     def rerun_deferred(self) -> bool:
-        """vLLM itself runs them at every reload, also on layers that received nothing."""
+        """The host itself runs them at every reload, also on layers that received nothing."""
         return True
 
     def before_processing(self) -> None:
@@ -202,10 +202,11 @@ class VllmHost:
 
     def commit_notes(self) -> list[str]:
         """A worker can't reach the scheduler's prefix cache."""
-        return [
+        note = (
             "caches of the old weights (prefix, encoder, multimodal) are reset by weightlife only after"
             " reload_weights and finish_weight_update; otherwise call reset_prefix_cache()"
-        ]
+        )
+        return [note]
 
     def versions(self) -> dict[str, str]:
         """weightlife, torch and vLLM."""

@@ -268,10 +268,10 @@ def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs
 
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
-    level = int(kwargs.get("level", args[0] if args else 1))
+    level = _argument(args, kwargs, 0, "level")
     out = wrapped(*args, **kwargs)
     for life in _worker_lives(instance):
-        weights_sleep(life, level)
+        weights_sleep(life, 1 if level is None else int(level))
     return out
 
 
@@ -368,13 +368,15 @@ def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
     """The front end's engine stands: do its workers run weightlife?"""
     if not runtime.installed():
         return wrapped(*args, **kwargs)
-    wrapped(*args, **kwargs)
+    out = wrapped(*args, **kwargs)
     remote.shake_hands(instance, runtime.settings().handshake)
+    return out
 
 
 def after_core(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The engine core stands (an asynchronous front end can't ask from its constructor)."""
     if not runtime.installed():
         return wrapped(*args, **kwargs)
-    wrapped(*args, **kwargs)
+    out = wrapped(*args, **kwargs)
     remote.shake_hands(instance, runtime.settings().handshake)
+    return out

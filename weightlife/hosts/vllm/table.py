@@ -7,7 +7,7 @@ Wrappers are named, not imported: torch and the engine are loaded when the first
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 from weightlife.hosts import runtime
 from weightlife.hosts.patching import Seam
@@ -64,7 +64,7 @@ SEAMS = [
          why="a refused batch does not kill the engine"),
     Seam("engine_step_queue", "vllm.v1.engine.core", "EngineCore.step_with_batch_queue", _late("engine_step"),
          why="a refused batch does not kill the engine"),
-    Seam("worker_rpc", "vllm.v1.worker.worker_base", "WorkerBase._weightlife_rpc", _answer, adds=True,
+    Seam("worker_rpc", "vllm.v1.worker.worker_base", "WorkerBase._weightlife_rpc", cast("Any", _answer), adds=True,
          why="status and reports of workers"),
     Seam("handshake", "vllm.v1.engine.llm_engine", "LLMEngine.__init__", _late("after_engine"),
          why="workers run weightlife too"),
