@@ -245,7 +245,8 @@ of the ratios of pairs, weightlife over stock, with its quartiles; `~` marks a s
   no tokenizer, which keeps everything else short and the ratio strict).
 - **load phase**: inside the loader's `load_weights` and `process_weights_after_loading`, for a first load.
 - **reload**: one `reload_weights`, by path (a checkpoint in the page cache) or from tensors in memory, by isolation
-  and storage. `[leanest]` is the exact mode with the smallest peak: the one that the goal is for.
+  and storage. `[leanest]` is the exact mode with the smallest peak, of those within five per cent of it the fastest:
+  the one that the goal is for.
 - **peak memory**: the highest private memory of the process (resident, without pages of mapped files) during the
   work over the level before it, after handing back what the allocator keeps; sampled every {sample} ms from outside.
   For the load phase it includes the new model itself.

@@ -194,9 +194,9 @@ class Intake:
     def _maybe_new_epoch(self, track: Track, part: Region) -> None:
         """A repeat of what an earlier call brought: later values win, and its layers must be covered anew.
 
-        If the layers were whole, everything so far belongs to the old epoch. If not (the tail of a failed pass, say),
-        only what came no later than the repeated region did; the rest may be of this pass already. A repeat within
-        one call is one stream.
+        If the layers were whole, all that earlier calls brought belongs to the old epoch. If they were not, or if
+        this session follows a failed one (its tail may be here), only what came no later than the repeated region
+        does: the rest may be of this pass already. A repeat within one call is one stream.
         """
         life, stage = self.session.life, self.session.stage
         assert stage is not None
@@ -214,10 +214,16 @@ class Intake:
             for number, other in stage.by_number.items()
             if life.skeleton.storages[number].layers & layers
         ]
-        whole = not manifests.missing(life.manifest, life.skeleton, stage.by_number, [n for n, _ in on_them])
-        limit = self._sequence if whole else before
+        numbers = [number for number, _ in on_them]
+        ended = self.session.partial != "forbid" and not manifests.missing(
+            life.manifest, life.skeleton, stage.by_number, numbers
+        )
         for _, other in on_them:
-            for old in [old for old, (seen, _) in other.sequence.items() if seen <= limit]:
+            for old in [
+                old
+                for old, (seen, when) in other.sequence.items()
+                if seen <= before or (ended and when != self.calls)
+            ]:
                 other.written.pop(old, None)
                 other.sequence.pop(old, None)
         self.epochs += 1
