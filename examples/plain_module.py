@@ -39,6 +39,7 @@ class Int8Linear(nn.Module):
         del self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (n, inputs) to (n, outputs)."""
         return x @ (self.quantised.float() * self.scale[:, None]).t() + self.bias
 
 
@@ -52,10 +53,12 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.down(torch.relu(self.up(x))))
+        """Shape (n, 8) to (n, 8)."""
+        out: torch.Tensor = self.norm(self.down(torch.relu(self.up(x))))
+        return out
 
 
-@weightlife.wrap_loader
+@weightlife.wrap_loader(partial_update="forbid")  # what arrives in parts serves when all of it is there
 def load(model: nn.Module, weights: Weights) -> None:
     """A whole checkpoint."""
     parameters = dict(model.named_parameters())

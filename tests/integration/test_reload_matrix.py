@@ -46,12 +46,12 @@ def test_every_way_equals_a_cold_load(cell: families.Cell, engine: Engine) -> No
 def test_the_cover_holds_every_pair() -> None:
     covered = [cell for cell in families.cells() if not cell.full]
     eager = [c for c in covered if not c.engine and not c.environment and c.start == "a"]
-    for pairs in (
-        {(c.family, w) for c in eager for w in c.ways},
-        {(c.storage, w) for c in eager for w in c.ways},
-    ):
-        firsts = {first for first, _ in pairs}
-        assert {(f, w) for f in firsts for w in WAYS} == pairs
+    assert {(c.family, w) for c in eager for w in c.ways} == {
+        (f, w) for f in families.FAMILIES for w in families.ways_of(f)
+    }
+    assert {(c.storage, w) for c in eager for w in c.ways} == {
+        (s, w) for s in families.STORAGES for w in WAYS
+    }
     assert {c.family for c in eager} == set(families.FAMILIES)
     assert {(c.family, c.storage) for c in eager} == {
         (f, s) for f in families.FAMILIES for s in families.STORAGES

@@ -113,22 +113,26 @@ class Row:
         run: the function.
         remote: also over RPC into other processes.
         dummy: also for an engine whose first load was a dummy (no files, so not by path).
+        shuffles: whether tensors arrive in another order than that of the file.
+        split: whether one call of the model's `load_weights` may hold a head without its embedding.
     """
 
     run: Way
     remote: bool = True
     dummy: bool = True
+    shuffles: bool = False
+    split: bool = False
 
 
 WAYS: Final[Mapping[str, Row]] = {
     "path": Row(path, dummy=False),
     "iterator": Row(iterator),
-    "iterator_reused": Row(iterator_reused),
+    "iterator_reused": Row(iterator_reused, shuffles=True),
     "layerwise_direct": Row(layerwise_direct),
-    "transfer": Row(transfer),
-    "bare_one_by_one": Row(bare_one_by_one),
-    "bare_shuffled": Row(bare_shuffled),
-    "bare_processed": Row(bare_processed),
-    "bare_twice": Row(bare_twice),
+    "transfer": Row(transfer, shuffles=True),
+    "bare_one_by_one": Row(bare_one_by_one, split=True),
+    "bare_shuffled": Row(bare_shuffled, shuffles=True, split=True),
+    "bare_processed": Row(bare_processed, split=True),
+    "bare_twice": Row(bare_twice, shuffles=True, split=True),
     "path_there_and_back": Row(path_there_and_back, dummy=False),
 }

@@ -63,7 +63,9 @@ class Family:
         config: name of the configuration class in `transformers`.
         model: name of the model class in `transformers`.
         settings: arguments of the configuration.
-        tags: what is special about it, for tests that choose (tied, moe, hybrid, quantised, padding).
+        tags: what is special about it, for tests that choose (tied, moe, hybrid, quantised, padding; `order`:
+            the checkpoint writes one element several times with different values, so that what a load leaves
+            there depends on the order of its tensors).
         quantise: name of a recipe of `_quantise`, applied to the dense tensors, or "".
         head: for checkpoints whose configuration says tied but which hold a head all the same:
             "equal" or "other"; "" for what the model itself saves.
@@ -319,7 +321,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "w8a8static": _quantised("w8a8static"),
     "awq": _quantised("awq"),
     "gptq": _quantised("gptq"),
-    "w4a16": _quantised("w4a16"),
-    "w4a16asym": _quantised("w4a16asym"),
+    "w4a16": _quantised("w4a16", num_key_value_heads=4),
+    "w4a16asym": _quantised("w4a16asym", num_key_value_heads=4),
+    # q, k and v each write one `weight_shape`, and here they disagree.
+    "w4a16gqa": _qwen2("quantised", "order", quantise="w4a16"),
     "w8a8dyn_tied": _quantised("w8a8dyn", tie_word_embeddings=True),
 }

@@ -7,6 +7,7 @@ same file. Packed integers are random, scales small, so that outputs stay finite
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,14 +24,31 @@ def _random_int32(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return wide.to(torch.int32)
 
 
-def _w8a8(stem: str, weight: torch.Tensor, generator: torch.Generator, static: bool) -> Tensors:
+# Layers that are fused read the same input: a real checkpoint holds one input scale for them, and the engine
+# keeps whichever it loads last.
+_FUSED: Final = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+}
+
+
+def _input_scale(stem: str, seed: int) -> torch.Tensor:
+    layer, _, name = stem.removesuffix(".").rpartition(".")
+    place = zlib.crc32(f"{seed} {layer} {_FUSED.get(name, name)}".encode())
+    return 0.03 + 0.04 * torch.rand(1, generator=torch.Generator().manual_seed(place))
+
+
+def _w8a8(stem: str, weight: torch.Tensor, seed: int, static: bool) -> Tensors:
     scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
     out = {
         f"{stem}weight": torch.round(weight.float() / scale).to(torch.int8),
         f"{stem}weight_scale": scale.to(torch.bfloat16),
     }
     if static:
-        out[f"{stem}input_scale"] = 0.03 + 0.04 * torch.rand(1, generator=generator)
+        out[f"{stem}input_scale"] = _input_scale(stem, seed)
     return out
 
 
@@ -147,7 +165,7 @@ def quantise(recipe: str, dense: Mapping[str, torch.Tensor], seed: int) -> tuple
             continue
         stem = name.removesuffix("weight")
         if recipe.startswith("w8a8"):
-            out.update(_w8a8(stem, weight, generator, static=recipe == "w8a8static"))
+            out.update(_w8a8(stem, weight, seed, static=recipe == "w8a8static"))
         elif recipe.startswith("w4a16"):
             out.update(_w4a16(stem, weight, generator, symmetric=recipe == "w4a16"))
         elif recipe == "awq":

@@ -45,6 +45,7 @@ class VllmHost:
         self.model_config = model_config
         self.device = device
         self.asleep = False
+        self.scrubbed = 0  # the generation for which caches were last looked through
         self._votes = 0
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from weightlife import errors
 from weightlife._version import __version__
 from weightlife.hosts import runtime
+from weightlife.hosts.vllm.adapter import VllmHost
 
 METHOD = "_weightlife_rpc"
 
@@ -35,7 +36,33 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         model = worker.model_runner.get_model()
         life = lifecycle.of(model)
         return [] if life is None else [report.to_dict() for report in life.reports]
+    if question == "scrub":
+        return scrub(worker)
     raise errors.HostError(f"unknown question {question!r}")
+
+
+def scrub(worker: Any) -> bool:
+    """Zero the key-value caches if a former generation left NaN in them. Call it when no request is running.
+
+    Masked slots of a block that is used again would spread it. A NaN anywhere in the model reaches the keys and
+    values of every later layer, so the last cache tells for all: one layer's read, once a generation.
+    """
+    import torch
+
+    from weightlife._engine import lifecycle
+
+    runner = getattr(worker, "model_runner", None)
+    life = lifecycle.of(runner.get_model()) if runner is not None else None
+    caches = [c for c in getattr(runner, "kv_caches", ()) if isinstance(c, torch.Tensor) and c.is_floating_point()]
+    if life is None or not caches or not isinstance(life.host, VllmHost) or life.host.scrubbed == life.generation:
+        return False
+    life.host.scrubbed = life.generation
+    if bool(torch.isfinite(caches[-1]).all()):
+        return False
+    for cache in caches:
+        cache.zero_()
+    life.note("the key-value caches held NaN of former weights and were zeroed")
+    return True
 
 
 def engine_of(target: Any) -> Any:

@@ -311,6 +311,17 @@ def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
+def reset_prefix_cache(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """No block is in use any more: the moment to clear what a NaN episode left behind."""
+    done = wrapped(*args, **kwargs)
+    if done and runtime.installed() and runtime.settings().mode == "enforce":
+        try:
+            instance.model_executor.collective_rpc(remote.METHOD, args=("scrub", None))
+        except Exception:
+            logging.getLogger("weightlife").exception("the key-value caches could not be looked through")
+    return done
+
+
 def engine_step(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A batch that the guard refused ends its requests with an error; the engine lives on."""
     try:

@@ -60,6 +60,8 @@ SEAMS = [
     Seam("wake_up", _WORKER, "Worker.wake_up", _late("wake_up"), why="no update while asleep"),
     Seam("engine_rpc", "vllm.v1.engine.core", "EngineCore.collective_rpc", _late("engine_rpc"),
          why="cached blocks of the old weights are forgotten"),
+    Seam("reset_prefix_cache", "vllm.v1.engine.core", "EngineCore.reset_prefix_cache", _late("reset_prefix_cache"),
+         why="NaN of former weights does not outlive them in the caches"),
     Seam("engine_step", "vllm.v1.engine.core", "EngineCore.step", _late("engine_step"),
          why="a refused batch does not kill the engine"),
     Seam("engine_step_queue", "vllm.v1.engine.core", "EngineCore.step_with_batch_queue", _late("engine_step"),
