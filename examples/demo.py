@@ -273,9 +273,7 @@ class Show:
         self.began = time.monotonic()
         self.cold: dict[str, list[int]] = {}
         self.steps: dict[str, list[Step]] = {"stock": [], "weightlife": []}
-        BUILD.mkdir(parents=True, exist_ok=True)
         self.log = BUILD / "demo.log"
-        self.log.write_text("")
 
     def line(self, text: str = "") -> None:
         """A line for the person who watches."""
@@ -413,7 +411,9 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # an engine's farewell takes a second, and nothing is left to say
+    BUILD.mkdir(parents=True, exist_ok=True)
     show = Show(options.family, sys.stderr if options.json else sys.stdout)
+    show.log.write_text("")
     show.line("weightlife demo: the same updates on stock vLLM and under weightlife.install()")
     with tempfile.TemporaryDirectory(dir=BUILD, prefix="cold-") as cold:
         show.run("prepare", Path(cold))

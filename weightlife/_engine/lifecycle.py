@@ -20,11 +20,9 @@ from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import NOTE, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
-from weightlife._engine.intake import mask as written_mask
-from weightlife._engine.intake import whole
 from weightlife._engine.manifest import Manifest
 from weightlife._engine.session import WeightLoadSession
-from weightlife._engine.skeleton import Skeleton, storage_key, view_on
+from weightlife._engine.skeleton import Skeleton, storage_key
 from weightlife._engine.slots import RESERVED_ATTRIBUTE
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
@@ -388,55 +386,6 @@ class Lifecycle:
             self.manifest = Manifest(
                 False, dict(written), dict(session.intake.received),
             )  # fmt: skip
-
-    def fill_unwritten(self, session: WeightLoadSession, layers: set[int]) -> None:
-        """Give elements that this load did not write the value that a cold load would find there."""
-        stage = session.stage
-        assert stage is not None
-        for number, track in list(stage.by_number.items()):
-            touched = bool(track.ever) or track.irregular
-            if track.placeholder:
-                if not self.skeleton.storages[number].layers & layers:
-                    continue
-                self._fill_placeholder(session, number)
-            elif touched and track.stage is not None:
-                if whole(track):
-                    continue
-                mask = written_mask(track)
-                if not mask.all():
-                    hole = torch.from_numpy(~mask)
-                    a = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
-                    b = view_on(track.stage, track.dtype, 0, (track.numel,), (1,))
-                    b[hole] = a[hole]
-                    if self.manifest.provisional:
-                        self.skeleton.fill_kept(number, b, ~mask)
-            elif self.manifest.provisional and not touched:
-                # A dummy wrote sentinels and constants too: what the first real load leaves alone goes back.
-                storage = self.skeleton.storages[number]
-                if storage.kept is not None and storage.kept_index is None and not track.placeholder:
-                    stage.stage_live(track)
-                    self.skeleton.fill_kept(
-                        number, view_on(track.current, track.dtype, 0, (track.numel,), (1,)), None
-                    )
-
-    def _fill_placeholder(self, session: WeightLoadSession, number: int) -> None:
-        stage = session.stage
-        assert stage is not None
-        track = stage.by_number[number]
-        if track.numel == 0 or whole(track):
-            return
-        mask = written_mask(track)
-        if mask.all():
-            return
-        memory = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
-        known = self.skeleton.fill_kept(number, memory, ~mask)
-        if not known and not self.manifest.provisional and session.partial != "allow":
-            raise errors.MissingTensorError(
-                f"{int((~mask).sum())} elements of {track.path} were neither received nor made by the constructor",
-                model=self.name, layer=track.path, session=session.id,
-            )  # fmt: skip
-        if not known:
-            session.report.notes.append(f"{track.path}: {int((~mask).sum())} elements have no known value")
 
     def notes_after_commit(self) -> list[str]:
         """What the host wants a caller to know. B serves already: a host that fails here is only heard of."""

@@ -15,8 +15,7 @@ import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
-from weightlife._engine import manifest as manifests
-from weightlife._engine import processing, storage
+from weightlife._engine import completeness, fill, processing, storage
 from weightlife._engine.events import (
     LAYER_PROCESSED,
     PHASE_END,
@@ -303,9 +302,8 @@ class WeightLoadSession:
         self.phase("validate")
         self.stage.show_b()
         self.stage.note_replaced()
-        self._check_raw()
         touched = self.touched()
-        self.check_complete(touched)
+        completeness.check(self, touched)
         self.state = State.PROCESSING
         if not self.kernel_format:
             # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
@@ -335,62 +333,6 @@ class WeightLoadSession:
             for layer in storages[number].layers
         }
 
-    def check_complete(self, touched: set[int]) -> None:
-        """Hold what arrived against the manifest.
-
-        Raises:
-            EmptyUpdateError, MissingTensorError, HalfTouchedLayerError, SurplusTensorError, by policy.
-        """
-        life, stage = self.life, self.stage
-        assert stage is not None
-        if not touched:
-            hint = ""
-            if self.intake.received:
-                first = next(iter(self.intake.received))
-                hint = f"none of {len(self.intake.received)} names was taken, {first!r} first"
-                hint += manifests.nearest(first, life.manifest.names)
-            message = "no tensor of the update reached the model" + (": " + hint if hint else "")
-            self.problem(
-                errors.EmptyUpdateError(
-                    message, model=life.name, tensors=list(self.intake.received)[:8], session=self.id
-                ),
-                self.settings.empty,
-            )
-        if life.manifest.provisional:
-            self.report.notes.append(
-                "the first load was a dummy: this load is taken as complete and becomes the manifest"
-            )
-            return
-        if self.kernel_format:
-            return
-        self._check_missing(touched)
-        if self.explicit:
-            self._check_surplus()
-
-    def _check_missing(self, touched: set[int]) -> None:
-        life, stage = self.life, self.stage
-        assert stage is not None
-        storages = life.skeleton.storages
-        if self.partial == "forbid":
-            wanted: Iterable[int] = life.manifest.expected
-        else:
-            rebuilt = life.plan.rebuild & touched
-            wanted = [n for n in life.manifest.expected if storages[n].layers & rebuilt]
-        short = manifests.missing(life.manifest, life.skeleton, stage.by_number, wanted)
-        if not short or self.partial == "allow":
-            return
-        names = life.manifest.uncovered_names(short, stage.by_number)
-        layer = life.layer_path(next(iter(storages[short[0]].layers), -1))
-        if self.partial == "forbid":
-            raise_as: type[errors.CompletenessError] = errors.MissingTensorError
-            message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
-        else:
-            raise_as = errors.HalfTouchedLayerError
-            message = f"a layer whose weights are processed received some of its tensors, {len(names)} did not arrive"
-        self.problem(
-            raise_as(message, model=life.name, layer=layer, tensors=names, session=self.id), "strict"
-        )
-
     def check_ready(self) -> None:
         """Whether the next pass may be the end of this session: its touched layers are whole.
 
@@ -398,41 +340,9 @@ class WeightLoadSession:
             HalfTouchedLayerError, MissingTensorError: they are not.
         """
         if not self.life.manifest.provisional:
-            violations = len(self.report.violations)
-            try:
-                self._check_missing(self.touched())
-            finally:
-                del self.report.violations[violations:]
-
-    def _check_surplus(self) -> None:
-        life, stage = self.life, self.stage
-        assert stage is not None
-        extra = manifests.surplus(life.manifest, life.skeleton, stage.by_number)
-        if not extra:
-            return
-        names = manifests.repeated_names(life.manifest, self.intake.received, stage.by_number, extra)
-        layer = life.layer_path(next(iter(life.skeleton.storages[extra[0]].layers), -1))
-        self.problem(
-            errors.SurplusTensorError(
-                "elements were written more often than a complete load writes them",
-                model=life.name, layer=layer, tensors=names, session=self.id,
-            ),
-            self.settings.surplus,
-        )  # fmt: skip
-
-    def _check_raw(self) -> None:
-        """Memory that was handed out raw must not have been written behind the ledger's back.
-
-        Raises:
-            BypassError: it was.
-        """
-        assert self.stage is not None
-        for track in {id(t): t for t in self.stage.index.values()}.values():
-            if track.raw and not track.ever and track.stage is not None and self.stage.differs(track):
-                raise errors.BypassError(
-                    f"{track.path} was written through its raw memory",
-                    model=self.life.name, layer=track.path, session=self.id,
-                )  # fmt: skip
+            error = completeness.missing(self, self.touched())
+            if error is not None:
+                raise error
 
     def _restore_unwritten(self, touched: set[int]) -> set[int]:
         """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
@@ -454,7 +364,7 @@ class WeightLoadSession:
             self.report.notes.append(
                 f"{len(self.idle)} rebuilt layers were not touched and stay as they were"
             )
-        life.fill_unwritten(self, touched | derived | (followers - self.idle))
+        fill.unwritten(self, touched | derived | (followers - self.idle))
         return touched | derived
 
     def _process(self, wanted: set[int]) -> None:

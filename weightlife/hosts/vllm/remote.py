@@ -53,8 +53,15 @@ def scrub(worker: Any) -> bool:
 
     runner = getattr(worker, "model_runner", None)
     life = lifecycle.of(runner.get_model()) if runner is not None else None
-    caches = [c for c in getattr(runner, "kv_caches", ()) if isinstance(c, torch.Tensor) and c.is_floating_point()]
-    if life is None or not caches or not isinstance(life.host, VllmHost) or life.host.scrubbed == life.generation:
+    caches = [
+        c for c in getattr(runner, "kv_caches", ()) if isinstance(c, torch.Tensor) and c.is_floating_point()
+    ]
+    if (
+        life is None
+        or not caches
+        or not isinstance(life.host, VllmHost)
+        or life.host.scrubbed == life.generation
+    ):
         return False
     life.host.scrubbed = life.generation
     if bool(torch.isfinite(caches[-1]).all()):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Complete or refused: what a session received against what a complete load writes, before anything is processed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightlife import errors
+from weightlife._engine import manifest as manifests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightlife._engine.session import WeightLoadSession
+
+
+def check(session: WeightLoadSession, touched: set[int]) -> None:
+    """Hold a session against the manifest of its model.
+
+    Args:
+        session: the session; its stage still has every track.
+        touched: ids of the modules on whose storages it wrote.
+
+    Raises:
+        BypassError, EmptyUpdateError, UnexpectedTensorError, MissingTensorError, HalfTouchedLayerError,
+        SurplusTensorError: by policy. Nothing was committed.
+    """
+    _raw(session)
+    if not touched:
+        _empty(session)
+    if session.life.manifest.provisional:
+        session.report.notes.append(
+            "the first load was a dummy: this load is taken as complete and becomes the manifest"
+        )
+        return
+    if session.kernel_format:
+        return
+    _unexpected(session)
+    error = missing(session, touched)
+    if error is not None:
+        session.problem(error, "strict")
+    if session.explicit:
+        _surplus(session)
+
+
+def missing(session: WeightLoadSession, touched: set[int]) -> errors.CompletenessError | None:
+    """What did not arrive, by the session's policy: anything of a complete load, or the rest of a processed layer."""
+    life, stage = session.life, session.stage
+    assert stage is not None
+    storages = life.skeleton.storages
+    if session.partial == "allow":
+        return None
+    if session.partial == "forbid":
+        wanted: Iterable[int] = life.manifest.expected
+    else:
+        rebuilt = life.plan.rebuild & touched
+        wanted = [n for n in life.manifest.expected if storages[n].layers & rebuilt]
+    short = manifests.missing(life.manifest, life.skeleton, stage.by_number, wanted)
+    if not short:
+        return None
+    names = life.manifest.uncovered_names(short, stage.by_number)
+    layer = life.layer_path(next(iter(storages[short[0]].layers), -1))
+    kind: type[errors.CompletenessError] = errors.HalfTouchedLayerError
+    message = f"a layer whose weights are processed received some of its tensors, {len(names)} did not arrive"
+    if session.partial == "forbid":
+        kind = errors.MissingTensorError
+        message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
+    return kind(message, model=life.name, layer=layer, tensors=names, session=session.id)
+
+
+def _empty(session: WeightLoadSession) -> None:
+    received, life = session.intake.received, session.life
+    message = "no tensor of the update reached the model"
+    if received:
+        first = next(iter(received))
+        message += f": none of {len(received)} names was taken, {first!r} first"
+        message += manifests.nearest(first, life.manifest.names)
+    session.problem(
+        errors.EmptyUpdateError(message, model=life.name, tensors=list(received)[:8], session=session.id),
+        session.settings.empty,
+    )
+
+
+def _unexpected(session: WeightLoadSession) -> None:
+    """Names that no parameter took, though they are not among those that a complete load leaves out by design."""
+    known = session.life.manifest.names
+    strange = [
+        name
+        for name, entry in session.intake.received.items()
+        if not entry.writes and (name not in known or known[name].writes)
+    ]
+    if not strange:
+        return
+    message = f"{len(strange)} tensors were taken by no parameter{manifests.nearest(strange[0], known)}"
+    error = errors.UnexpectedTensorError(
+        message, model=session.life.name, tensors=strange, session=session.id
+    )
+    if session.settings.unexpected == "refuse":
+        session.problem(error, "strict")
+    session.report.notes.append(str(error))
+
+
+def _surplus(session: WeightLoadSession) -> None:
+    life, stage = session.life, session.stage
+    assert stage is not None
+    extra = manifests.surplus(life.manifest, life.skeleton, stage.by_number)
+    if not extra:
+        return
+    names = manifests.repeated_names(life.manifest, session.intake.received, stage.by_number, extra)
+    layer = life.layer_path(next(iter(life.skeleton.storages[extra[0]].layers), -1))
+    session.problem(
+        errors.SurplusTensorError(
+            "elements were written more often than a complete load writes them",
+            model=life.name, layer=layer, tensors=names, session=session.id,
+        ),
+        session.settings.surplus,
+    )  # fmt: skip
+
+
+def _raw(session: WeightLoadSession) -> None:
+    """Memory that was handed out raw must not have been written behind the ledger's back."""
+    stage = session.stage
+    assert stage is not None
+    for track in {id(t): t for t in stage.index.values()}.values():
+        if track.raw and not track.ever and track.stage is not None and stage.differs(track):
+            raise errors.BypassError(
+                f"{track.path} was written through its raw memory",
+                model=session.life.name, layer=track.path, session=session.id,
+            )  # fmt: skip
