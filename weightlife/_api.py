@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -38,6 +39,24 @@ def install(**settings: Any) -> None:
     with _lock:
         _install(wanted)
         _export({"WEIGHTLIFE": "1", **wanted.to_env()})
+    _say_if_late()
+
+
+def _say_if_late() -> None:
+    """Engines that stand already have models and workers that never heard of weightlife."""
+    import multiprocessing
+    import sys
+
+    # Not by looking for engine objects: vLLM freezes the garbage collector, which then forgets them.
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    here = getattr(state, "_WORLD", None) is not None
+    children = [
+        p.name for p in multiprocessing.active_children() if p.name.startswith(("EngineCore", "VllmWorker"))
+    ]
+    if here or children:
+        logging.getLogger("weightlife").error(
+            "weightlife was installed after an engine was built: that engine's models and workers are not covered"
+        )
 
 
 def install_from_environment() -> None:

@@ -164,6 +164,17 @@ class TestFieldReports:
                 assert "::" in row[5] or re.fullmatch(r"as F\d\d", row[5]), row
 
 
+def test_the_architecture_names_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = [
+        path.name
+        for folder in ("weightlife", "weightlife/_engine", "weightlife/hosts", "weightlife/hosts/vllm")
+        for path in (ROOT / folder).glob("*.py")
+        if path.name not in ("__init__.py", "_version.py", "_errortext.py", "_models.py")
+    ]
+    assert [name for name in modules if name not in text] == []
+
+
 def test_what_status_calls_not_covered_is_in_the_page() -> None:
     text = (ROOT / "docs" / "not-covered.md").read_text(encoding="utf-8").lower()
     for line in _api.NOT_COVERED:

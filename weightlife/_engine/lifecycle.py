@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ import torch
 from weightlife import errors
 from weightlife._engine import ranks, slots
 from weightlife._engine.contexts import LoadContext
-from weightlife._engine.events import NOTE, bus
+from weightlife._engine.events import NOTE, SESSION_END, SESSION_START, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest
@@ -80,6 +83,7 @@ class Lifecycle:
         self.context = LoadContext.current()
         self.session: WeightLoadSession | None = None
         self.failed: errors.WeightlifeError | None = None
+        self.observing = False
         self.must_complete = False  # an implicit update failed: its tail must not be taken for another one
         self.poisoned = ""  # why the model must not serve
         self.unsafe = False
@@ -336,13 +340,50 @@ class Lifecycle:
 
     def stand_aside(self, changed: str, load: Callable[[Any], Any], weights: Any) -> Any:
         """A client with a lifecycle of its own re-created parameters: its load runs as it is, and the report says so."""
+        return self.observe("load_weights", load, (weights,), {}, f"{changed} was re-created by the caller")
+
+    def observe(
+        self,
+        what: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str = "",
+    ) -> Any:
+        """Run a load of the host's own and change nothing: time, outcome, and what moved go into a report."""
+        if self.observing:
+            return call(*args, **kwargs)
         report = LoadReport(
-            model=self.name, operation="implicit", opened_by="load_weights", outcome="observed",
-            generation=self.generation, versions=self.host.versions(),
-            notes=[f"{changed} was re-created by the caller, who processes it too: not managed"],
+            session_id=uuid.uuid4().hex[:12], model=self.name, operation="reload", opened_by=what,
+            generation=self.generation, versions=self.host.versions(), outcome="observed",
+            started_at=datetime.now(timezone.utc).isoformat(),
+            notes=[f"the host's own path: {why or self.observed or 'mode is observe'}"],
         )  # fmt: skip
-        self.reports.append(report)
-        return load(weights)
+        if not why:
+            self.seal()  # else it stays what it was: the caller is followed until his parameters are back
+        bus.emit(SESSION_START, report.session_id, report=report)
+        started = time.perf_counter()
+        self.observing = True
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            report.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.observing = False
+            report.seconds = time.perf_counter() - started
+            moved = None if why else self.contract_changed()
+            if moved is not None:
+                self.seal()
+                report.contract_changes.append(
+                    {"path": moved, "kind": "moved", "detail": "first of those that moved"}
+                )
+                self.log.warning("%s: %s is another tensor after %s", self.name, moved, what)
+            self.reports.append(report)
+            bus.emit(
+                SESSION_END, report.session_id, report=report, outcome="observed", error=report.error or ""
+            )
+            self.log.info("%s", report.summary_line())
 
     def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
         """Compare this rank's outcome with the others'.

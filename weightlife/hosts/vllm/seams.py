@@ -23,10 +23,17 @@ def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
+def _known(model: Any) -> Lifecycle | None:
+    """The lifecycle of a model, or None where there is none or weightlife is not installed any more."""
+    return lifecycle.of(model) if runtime.installed() else None
+
+
 def _ready(model: Any) -> Lifecycle | None:
-    """The lifecycle of a model that weightlife manages now, or None (observe mode, unknown, first load)."""
-    life = lifecycle.of(model)
-    if life is None or life.status == "observed" or runtime.settings().mode == "observe":
+    """The lifecycle of a model that weightlife manages now, or None (observe mode, unknown)."""
+    life = _known(model)
+    if life is None or life.status == "observed":
+        return None
+    if life.first is None and runtime.settings().mode == "observe":
         return None
     return life
 
@@ -73,7 +80,12 @@ def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
     """Every call of a model's `load_weights`, from the host or from a client."""
     life = _ready(instance)
     if life is None:
-        return wrapped(*args, **kwargs)
+        known = _known(instance)
+        return (
+            wrapped(*args, **kwargs)
+            if known is None
+            else known.observe("load_weights", wrapped, args, kwargs)
+        )
     if args:
         weights, rest = args[0], args[1:]
         return life.load_weights(lambda stream: wrapped(stream, *rest, **kwargs), weights)
@@ -129,7 +141,14 @@ _CONFIG_FIELDS = ("model", "model_weights", "revision")
 def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A runner's reload: one session round the whole call."""
     life = _ready(instance.get_model())
-    if life is None or life.first is not None:
+    if life is None:
+        known = _known(instance.get_model())
+        return (
+            wrapped(*args, **kwargs)
+            if known is None
+            else known.observe("reload_weights", wrapped, args, kwargs)
+        )
+    if life.first is not None:
         return wrapped(*args, **kwargs)
     with life.owned("reload_weights"):
         life.refuse_from_source("reload_weights")
