@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import inspect
@@ -49,6 +50,8 @@ _MODULES: Final = (
     "vllm.model_executor.models.registry",
     "weightlife.testing.worker_ext",
 )
+_PR_SET_PDEATHSIG: Final = 1
+
 DEFAULT_TIMEOUT: Final = 600.0
 """Seconds after which a job is ended."""
 
@@ -283,12 +286,19 @@ def _perform(order: dict[str, Any]) -> None:
     (Path(order["scratch"]) / "result.json").write_text(json.dumps(answer))
 
 
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent: an interrupted test run leaves no engine behind."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
 def _child(order: dict[str, Any]) -> int:
     """Run the order in this fork with its output in a file; the exit status."""
     output = os.open(Path(order["scratch"]) / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.setpgid(0, 0)
+    _die_with_parent()
     os.environ.pop("WEIGHTLIFE", None)
     os.environ.update(order.get("environment", {}))
     for folder in reversed(order.get("path", [])):
@@ -357,6 +367,7 @@ def main() -> int:
         _serve()
         os._exit(0)  # nothing to tidy up, and bindings complain at interpreter exit
     if len(sys.argv) == 3 and sys.argv[1] == "job":
+        _die_with_parent()
         order = json.loads(Path(sys.argv[2]).read_text())
         for folder in reversed(order.get("path", [])):
             sys.path.insert(0, folder)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child process of test_ranks.py: two tensor-parallel ranks, and a rank that receives something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class RankExtension:
+    """Worker methods of a client whose ranks may disagree."""
+
+    def ranks_update(self, folder: str, odd_rank: int, drop: str, by: str) -> str:
+        """Start, stream a folder without `drop` on the odd rank, finish. Returns the error, or nothing."""
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        from weightlife.testing.checkpoints import tensors
+
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        odd = self.rank == odd_rank  # type: ignore[attr-defined]
+        weights = [(n, t) for n, t in tensors(Path(folder)).items() if not (odd and n == drop)]
+        if odd and by == "fails":
+            weights = weights[: len(weights) // 2] + [
+                ("model.layers.0.input_layernorm.weight", weights[0][1][:1])
+            ]
+        try:
+            if by == "iterator":
+                runner.reload_weights(weights_iterator=iter(weights))
+                return ""
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(model, runner.model_config)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def main(a: str, b: str) -> dict[str, Any]:
+    """Run every disagreement and say what each rank heard and whether A still serves."""
+    import weightlife
+
+    weightlife.install(handshake="strict")
+    from vllm import LLM
+
+    from weightlife.testing import oracle
+
+    llm = LLM(
+        a, tensor_parallel_size=2, enforce_eager=True, block_size=32, max_model_len=256, dtype="bfloat16",
+        worker_extension_cls="tests.integration._rank_job.RankExtension",
+    )  # fmt: skip
+
+    def answers() -> Any:
+        llm.reset_prefix_cache()
+        out = llm.generate(
+            [{"prompt_token_ids": list(p)} for p in oracle.PROMPTS], oracle_parameters(), use_tqdm=False
+        )
+        return [
+            [
+                list(o.outputs[0].token_ids),
+                [sorted((k, v.logprob) for k, v in d.items()) for d in o.outputs[0].logprobs],
+            ]
+            for o in out
+        ]
+
+    before = answers()
+    found: dict[str, Any] = {}
+    last = "model.norm.weight"
+    for name, (by, drop) in {
+        "missing on one rank, by iterator": ("iterator", last),
+        "missing on one rank, by start and finish": ("layerwise", "model.layers.1.mlp.down_proj.weight"),
+        "a direct tensor missing on one rank": ("layerwise", last),
+        "one rank's loader raises": ("fails", ""),
+    }.items():
+        heard = llm.collective_rpc("ranks_update", args=(b, 1, drop, by))
+        found[name] = {"heard": heard, "a_serves": answers() == before}
+    agreed = llm.collective_rpc("ranks_update", args=(b, -1, "", "layerwise"))
+    found["agreed"] = {"heard": agreed, "changed": answers() != before}
+    llm.collective_rpc("ranks_update", args=(a, -1, "", "iterator"))
+    found["back"] = {"a_serves": answers() == before}
+    return found
+
+
+def oracle_parameters() -> Any:
+    """Greedy, with the top 20 log-probabilities."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=6, logprobs=20, ignore_eos=True)
+
+
+if __name__ == "__main__":
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0|1",
+        VLLM_LOGGING_LEVEL="ERROR", VLLM_WORKER_MULTIPROC_METHOD="spawn", WEIGHTLIFE_POISON="1",
+    )  # fmt: skip
+    print("RESULT " + json.dumps(main(sys.argv[1], sys.argv[2])), flush=True)
