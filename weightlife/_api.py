@@ -72,6 +72,7 @@ def _install(wanted: Settings) -> None:
     _refuse_while_open("install")
     patcher = runtime.patcher() if runtime.installed() else Patcher(SEAMS)
     runtime.set_runtime(wanted, patcher)
+    logging.getLogger("weightlife").setLevel(wanted.log_level.upper())
     patcher.apply()
     _listen()
 
@@ -205,6 +206,7 @@ NOT_COVERED = (
     "LoRA-wrapped updates, pipeline parallel, online quantisation and CPU offload run the host's own path, observed",
     "expert re-placement (EPLB) and updates while asleep are refused",
     "votes across ranks compare names and outcomes before the commit; values are not compared yet",
+    "memory is not stepped down by itself: choose isolation='in_place' where B does not fit beside A",
     "completeness after a dummy first load is learned from the first real load",
 )
 

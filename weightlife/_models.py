@@ -52,6 +52,6 @@ def find_model(target: Any) -> Any:
                 queue.append(value)
     raise errors.HostError(
         f"no model can be reached from {type(target).__name__} in this process",
-        hint="the engine runs in another process: ask it with weightlife.remote, or set"
+        hint="the engine runs in another process: weightlife.status(llm) and last_reports(llm) ask it, or set"
         " VLLM_ENABLE_V1_MULTIPROCESSING=0",
     )

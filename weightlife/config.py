@@ -30,8 +30,6 @@ Storage = Literal["auto", "pinned", "adopted"]
 Partial = Literal["forbid", "by_layer", "allow"]
 Unexpected = Literal["refuse", "ignore"]
 Check = Literal["strict", "warn", "off"]
-Stage = Literal["auto", "device", "host"]
-TraceDetail = Literal["phase", "layer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _SIZE = re.compile(r"(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
@@ -71,7 +69,7 @@ class Settings:
         metadata=_choice(
             Storage,
             "'pinned' keeps every piece of runtime storage; 'adopted' replaces it where the host proves that "
-            "nothing holds an address; 'auto' adopts where that is proven and pins otherwise.",
+            "nothing holds an address; 'auto' pins.",
         ),
     )
     partial_disk: Partial = field(
@@ -127,8 +125,8 @@ class Settings:
     undo_budget_bytes: int | None = field(
         default=None,
         metadata=_integer(
-            "Memory that 'in_place' may spend on an undo log, in bytes or as '8GiB'; empty: what is free within "
-            "the limits of the machine; 0: no undo, so that a failed update poisons the model.",
+            "Memory that 'in_place' may spend on an undo log, in bytes or as '8GiB'; empty: no limit; 0: no undo, "
+            "so that a failed update poisons the model.",
             minimum=0,
             size=True,
             optional=True,
@@ -144,22 +142,11 @@ class Settings:
             optional=False,
         ),
     )
-    stage: Stage = field(
-        default="auto",
-        metadata=_choice(
-            Stage,
-            "Where 'staged' keeps the new weights: 'device', 'host', or 'auto' (device if it fits, then host).",
-        ),
-    )
     handshake: Check = field(
         default="warn",
         metadata=_choice(
             Check, "Workers that run without weightlife, with another version or with other settings."
         ),
-    )
-    trace_detail: TraceDetail = field(
-        default="phase",
-        metadata=_choice(TraceDetail, "Spans for phases only, or for slow layers as well ('layer')."),
     )
     log_level: LogLevel = field(
         default="info", metadata=_choice(LogLevel, "Level of the logger 'weightlife'.")

@@ -253,7 +253,7 @@ class CompletenessError(WeightlifeError):
     """What arrived is not what the model needs; nothing was committed."""
 
     code = "WL200"
-    default_hint = "compare the sender's names with weightlife.manifest(model)"
+    default_hint = "compare the sender's names with those of the last complete load"
 
 
 class MissingTensorError(CompletenessError):
@@ -343,7 +343,7 @@ class BudgetError(StorageError):
     """The update does not fit the memory that it may use."""
 
     code = "WL303"
-    default_hint = "use stage='host' or isolation='in_place', or raise undo_budget_bytes"
+    default_hint = "use isolation='in_place', or raise undo_budget_bytes"
 
 
 class NotAdoptableError(StorageError):

@@ -38,9 +38,7 @@ def test_defaults() -> None:
         "contract": "strict",
         "undo_budget_bytes": None,
         "implicit_patience": 64,
-        "stage": "auto",
         "handshake": "warn",
-        "trace_detail": "phase",
         "log_level": "info",
     }
 
@@ -72,12 +70,12 @@ def test_settings_are_frozen() -> None:
 
 
 def test_replace_checks() -> None:
-    changed = Settings().replace(stage="host", implicit_patience=3)
-    assert (changed.stage, changed.implicit_patience, changed.mode) == ("host", 3, "enforce")
+    changed = Settings().replace(isolation="in_place", implicit_patience=3)
+    assert (changed.isolation, changed.implicit_patience, changed.mode) == ("in_place", 3, "enforce")
     with pytest.raises(ConfigError):
-        changed.replace(stage="disk")
+        changed.replace(isolation="disk")
     with pytest.raises(ConfigError, match="unknown setting"):
-        changed.replace(stages="host")
+        changed.replace(isolations="staged")
 
 
 @pytest.mark.parametrize(

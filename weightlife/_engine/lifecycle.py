@@ -90,7 +90,7 @@ class Lifecycle:
         self.committing = False
         self.generation = 0
         self.reports: deque[LoadReport] = deque(maxlen=32)
-        self.contract: dict[tuple[int, slots.Key], tuple[int, int | None, torch.Size]] = {}
+        self.contract: dict[tuple[int, slots.Key], Any] = {}
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self._lock = threading.RLock()
         self._owner = ""
@@ -320,22 +320,29 @@ class Lifecycle:
     # -- the contract ------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Remember which tensor stands in every parameter and buffer slot."""
-        self.contract = {
+        """Remember which tensor stands in every slot that a load writes or that processing makes."""
+        self.contract = self._slots(self.model.modules())
+
+    def _slots(self, modules: Iterable[torch.nn.Module]) -> dict[tuple[int, slots.Key], Any]:
+        # Parameters, and buffers that are rebuilt. Others are the model's own business: the first forward pass with
+        # YaRN replaces the rotary cache, and is no client at work.
+        return {
             (id(module), key): (id(value), storage_key(value), value.shape)
-            for module in self.model.modules()
+            for module in modules
             for key, value in slots.read(module).items()
-            if key[0] in ("param", "buffer") and isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor)
+            and (key[0] == "param" or (key[0] == "buffer" and key in self.plan.restore.get(id(module), {})))
         }
 
     def contract_changed(self, only: torch.nn.Module | None = None) -> str | None:
         """The first slot that no longer holds what was sealed, or None: somebody else is at work on the model."""
-        for path, module in self.model.named_modules() if only is None else [("", only)]:
-            for key, value in slots.read(module).items():
-                if key[0] not in ("param", "buffer") or not isinstance(value, torch.Tensor):
-                    continue
-                if self.contract.get((id(module), key)) != (id(value), storage_key(value), value.shape):
-                    return slots.step(path, key)
+        modules = list(self.model.modules()) if only is None else [only]
+        now = self._slots(modules)
+        wanted = {id(module) for module in modules}
+        sealed = {key: value for key, value in self.contract.items() if key[0] in wanted}
+        for key in [*sealed, *(key for key in now if key not in sealed)]:
+            if now.get(key) != sealed.get(key):
+                return slots.step(self.layer_path(key[0]), key[1])
         return None
 
     def stand_aside(self, changed: str, load: Callable[[Any], Any], weights: Any) -> Any:

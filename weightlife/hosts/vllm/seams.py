@@ -53,6 +53,7 @@ def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) ->
     for child in model.modules():
         if child is not model:
             lifecycle.forget(child)  # a model inside a model has no life of its own
+    _share_log()
     host = VllmHost(model, vllm_config, model_config, device)
     provisional = str(load_config.load_format) in ("dummy", "LoadFormat.DUMMY")
     Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
@@ -74,6 +75,14 @@ def process_layer(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
         life.note(f"{type(instance).__name__} was asked to process a layer of {life.name} twice: not done")
         return None
     return wrapped(*args, **kwargs)
+
+
+def _share_log() -> None:
+    """Our one line a session goes where vLLM's lines go, unless somebody configured our logger."""
+    ours, theirs = logging.getLogger("weightlife"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
