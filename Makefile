@@ -49,8 +49,10 @@ check: setup ## lint, formatting and types
 	$(BIN)/mypy
 
 .PHONY: test-fast
-test-fast: setup ## unit tests and the quick integration tests (under 3 minutes)
-	$(PYTEST) -x -m "not slow and not full and not gpu" tests/unit tests/integration $(PYTEST_ARGS)
+test-fast: setup ## unit tests, and four families on the real engine (under 3 minutes)
+	$(PYTEST) -x -m "not slow and not full and not gpu" tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -x -m "not slow and not full and not gpu" tests/integration/test_reload_matrix.py \
+		-k "qwen2tied-a or mixtral-a or w8a8dyn-a or awq-a" $(PYTEST_ARGS)
 
 .PHONY: test
 test: test-host test-plain ## everything but `full` (under 30 minutes on two cores)

@@ -171,11 +171,15 @@ def _progress(steps: list[dict[str, Any]]) -> None:
         (Path(scratch) / "progress").write_text(json.dumps(steps))
 
 
-def _facts() -> dict[str, Any]:
-    """What the compiler did in this process, for tests that require cache hits."""
+def _facts() -> dict[str, int]:
+    """What the compiler did in this process, for tests that require cache hits: "group.counter" -> times."""
+    from torch._dynamo.utils import counters
     from vllm.compilation.counter import compilation_counter
 
-    return {k: v for k, v in vars(compilation_counter).items() if isinstance(v, int) and v}
+    out = {f"vllm.{k}": v for k, v in vars(compilation_counter).items() if isinstance(v, int) and v}
+    for group in ("inductor", "aot_autograd"):
+        out.update({f"{group}.{k}": int(v) for k, v in counters[group].items()})
+    return out
 
 
 def lines(result: dict[str, Any]) -> list[str]:
