@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _lock = threading.RLock()
 _exported: dict[str, str | None] = {}
+_logger: dict[str, Any] = {}
 _listeners: dict[str, Callable[[], None]] = {}
 _RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
@@ -72,7 +73,10 @@ def _install(wanted: Settings) -> None:
     _refuse_while_open("install")
     patcher = runtime.patcher() if runtime.installed() else Patcher(SEAMS)
     runtime.set_runtime(wanted, patcher)
-    logging.getLogger("weightlife").setLevel(wanted.log_level.upper())
+    log = logging.getLogger("weightlife")
+    _logger.setdefault("level", log.level)
+    _logger.setdefault("handlers", list(log.handlers))
+    log.setLevel(wanted.log_level.upper())
     patcher.apply()
     _listen()
 
@@ -124,6 +128,9 @@ def uninstall() -> None:
         if module is not None:
             for life in module.all_lifecycles():
                 module.forget(life.model)
+        log = logging.getLogger("weightlife")
+        log.setLevel(_logger.pop("level", log.level))
+        log.handlers[:] = _logger.pop("handlers", log.handlers)
         for stop in _listeners.values():
             stop()
         _listeners.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -53,17 +54,37 @@ def _guard_forward(model: torch.nn.Module, life: Lifecycle) -> None:
 
     from weightlife._engine import guard
 
+    running = threading.local()
+
     def enter(*_: Any) -> None:
+        _process_first(model, life)
         stack = ExitStack()
-        stack.enter_context(guard.entering([life], guard.Pass.REAL))
-        life.passes.append(stack)
+        stack.enter_context(guard.entering([life], guard.Pass.REAL, always=True))
+        running.stacks = [*getattr(running, "stacks", []), stack]
 
     def leave(*_: Any) -> None:
-        if life.passes:
-            life.passes.pop().close()
+        stacks = getattr(running, "stacks", [])
+        if stacks:
+            stacks.pop().close()
 
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+    life.hooks = [
+        model.register_forward_pre_hook(enter),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _process_first(model: torch.nn.Module, life: Lifecycle) -> None:
+    """The end of a first load that came in chunks: the host's hooks, watched."""
+    from weightlife._engine import processing
+
+    first, host = life.first, life.host
+    if first is None or not first.received:
+        return
+    first.process(
+        lambda: processing.run(
+            model, host, lambda layer: True, lambda layer: True, lambda name: None, lambda *layer: None
+        )
+    )
 
 
 @overload
@@ -94,7 +115,7 @@ def wrap_loader(loader: Any = None, *, chunked: bool = False, **settings: Any) -
 def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
     @functools.wraps(loader)
     def load(model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        from weightlife._engine import lifecycle, processing
+        from weightlife._engine import lifecycle
 
         life = lifecycle.of(model)
         if life is None:
@@ -107,21 +128,12 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
 
         if life.first is not None:
             out = life.load_weights(call, weights)
-            first = life.first
-            if first is not None:
-                host = life.host
-                first.process(
-                    lambda: processing.run(
-                        model,
-                        host,
-                        lambda layer: True,
-                        lambda layer: True,
-                        lambda name: None,
-                        lambda *layer: None,
-                    )
-                )
+            if not chunked:
+                _process_first(model, life)
             return out
-        if chunked or life.session is not None or life.is_inside():
+        life.refuse_from_source(loader.__name__)
+        explicit = life.session is not None and life.session.explicit
+        if chunked or explicit or life.is_inside():
             return life.load_weights(call, weights)
         with session(model, partial=life.settings.partial_disk, opened_by=loader.__name__) as opened:
             opened.engine_session.whole = True
@@ -139,6 +151,7 @@ class SessionHandle:
         self._partial = partial or life.settings.partial_update
         self._source = source
         self._session: Any = None
+        self.given_up = False
 
     @property
     def engine_session(self) -> Any:
@@ -157,6 +170,8 @@ class SessionHandle:
             SessionConflictError: another session is open. RefusedLayerError: an update must not begin now.
         """
         with self._life.owned(self._opened_by):
+            self._life.refuse_from_source(self._opened_by)
+            self._life.end_implicit()
             self._session = self._life.open(self._opened_by, "update", True, self._partial, self._source)
         return self
 
@@ -167,26 +182,42 @@ class SessionHandle:
             CompletenessError and its kin: nothing was committed, the old weights serve.
         """
         self._mine()
+        self._life.refuse_from_source(self._opened_by)
         self._life.finish(self._opened_by)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Back to the old weights. Does nothing after the end."""
-        if self._life.session is self._session:
-            self._life.abort(error)
+        """Back to the old weights. Does nothing after the end.
+
+        Raises:
+            SessionConflictError: a load call is inside now, in another thread or as the caller of this one.
+        """
+        if self._session is not None and self._life.session is self._session:
+            with self._life.owned(f"{self._opened_by}, abort"):
+                self._life.refuse_from_source(f"{self._opened_by}, abort")
+                self.given_up = True
+                self._life.abort(error)
 
     def _mine(self) -> None:
         if self._session is None or self._life.session is not self._session:
             raise errors.SessionStateError("the session is not open", model=self._life.name)
 
     def __enter__(self) -> SessionHandle:
-        return self.prepare() if self._session is None else self
+        if self._session is None:
+            return self.prepare()
+        self._mine()
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self.abort(error)
-        elif self._life.session is self._session:
-            self.finish()
-        elif self._session.state.value == "aborted":
+        if self._life.session is self._session:
+            if error is not None:
+                self.abort(error)
+            else:
+                self.finish()
+            return
+        tail = self._life.session
+        if tail is not None and not tail.explicit:
+            self._life.abort(error)  # what came after this session died is no update of its own
+        if error is None and not self.given_up and self._session.state.value == "aborted":
             raise errors.SessionStateError(
                 f"the session was aborted: {self._session.report.error}", model=self._life.name
             )

@@ -105,7 +105,7 @@ def execute(
         import weightlife as product
 
         product.install(**weightlife)
-    llm = _engine(folders.a if link is None else _cold.point(link, folders.a), ways, start, engine)
+    llm = _engine(folders.a if link is None else _cold.point(link, folders.a), start, engine)
     _cold.KEEP.append(llm)
     _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})
     served = folders.a
@@ -121,15 +121,12 @@ def execute(
     return {"steps": steps, "seconds": round(time.monotonic() - began, 2), "facts": _facts()}
 
 
-def _engine(folder: Path, ways: list[str], start: str, engine: dict[str, Any]) -> Any:
+def _engine(folder: Path, start: str, engine: dict[str, Any]) -> Any:
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
-    from weightlife.testing import oracle, transfer
+    from weightlife.testing import oracle
 
     more = dict(engine)
-    if "transfer" in ways:
-        more["weight_transfer_config"] = WeightTransferConfig(backend=transfer.BACKEND)
     if start == "dummy":
         more["load_format"] = "dummy"
     return LLM(**oracle.engine_arguments(folder, **more))

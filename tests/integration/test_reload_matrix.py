@@ -43,17 +43,18 @@ def test_every_way_equals_a_cold_load_and_the_compile_cache_is_hit(
     arguments = _arguments(cell)
     arguments["environment"] = {**arguments["environment"], "VLLM_CACHE_ROOT": str(cache)}
     stock = {**arguments, "weightlife": None}
-    _run.require_exact(engine(cell.family, [], **stock))
+    cold = engine(cell.family, [], **stock)
+    _run.require_exact(cold)
     before = _compile_keys(cache)
     assert before
-    again = engine(cell.family, [], **stock)
-    _run.require_exact(again)
     result = engine(cell.family, cell.ways, **arguments)
     _require_every_way(cell, result)
     assert _compile_keys(cache) == before, "weightlife changed the key of vLLM's compile cache"
+    if result["facts"] != cold["facts"]:  # that run filled the cache
+        cold = engine(cell.family, [], **stock)
     # vLLM 0.32 fails to read its own artifact back on a CPU, with and without us: what the compiler had to do
     # must be the same.
-    assert result["facts"] == again["facts"]
+    assert result["facts"] == cold["facts"]
 
 
 def _arguments(cell: families.Cell) -> dict[str, Any]:

@@ -234,7 +234,7 @@ class TestRegionOf:
         storage = torch.UntypedStorage(32)
         assert (
             region_of(
-                Track(0, storage, 32, torch.int32, True, ""), view_on(storage, torch.int8, 0, (4,), (1,))
+                Track(0, storage, 32, torch.int32, True, ""), view_on(storage, torch.int8, 1, (4,), (1,))
             )
             is None
         )

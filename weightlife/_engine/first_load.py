@@ -169,7 +169,7 @@ class FirstLoad:
 
     def _refuse_raw(self, plan: footprint.Plan) -> None:
         """Layers that a loader filled through raw memory can't be followed: a reload of them is refused."""
-        for number in self.raw:
+        for number in self.raw | self.irregular:
             storage = self.life.skeleton.storages[number]
             book = ledger.StorageLedger(storage.numel, self.expected.get(number, Counter()))
             if book.covered():
@@ -177,7 +177,9 @@ class FirstLoad:
             for ident in storage.layers:
                 if ident in plan.layers:
                     path = plan.layers[ident].path
-                    reason = "its loader writes through raw memory, which can't be followed"
+                    reason = (
+                        "its loader writes in a way that can't be followed (raw memory, parts of elements)"
+                    )
                     plan.layers[ident] = footprint.LayerPlan(path, "refuse", reason)
 
     def _phase(self, name: str) -> None:

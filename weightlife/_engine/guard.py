@@ -88,14 +88,17 @@ def _refuse(life: Lifecycle) -> errors.WeightlifeError | None:
 
 
 @contextmanager
-def entering(lives: Iterable[Lifecycle], kind: Pass) -> Iterator[None]:
+def entering(lives: Iterable[Lifecycle], kind: Pass, always: bool = False) -> Iterator[None]:
     """The length of a pass: what it meets is settled before, the right generation shown during it.
+
+    `always`: take the model's lock even while no session is open. Hosts that run loads and passes in one thread don't
+    need it; a plain module may be used from several.
 
     Raises:
         PoisonedModelError, EngineNotPausedError: the pass must not run. Hosts turn them into an answer that does not
         kill the engine.
     """
-    if OpenSessions.count == 0:
+    if OpenSessions.count == 0 and not always:
         yield
         return
     with ExitStack() as stack:
@@ -111,6 +114,7 @@ def entering(lives: Iterable[Lifecycle], kind: Pass) -> Iterator[None]:
                 if error is not None:
                     raise error
             stack.enter_context(showing_a(life))
+            stack.enter_context(life.running())
         yield
 
 

@@ -132,8 +132,10 @@ class Intake:
         self._check_cast(track, view, func, args)
         part = region_of(track, view)
         if part is None:
-            track.irregular = True
-            return
+            raise errors.BypassError(
+                f"{track.path} is written in pieces smaller than its elements, which can't be accounted for",
+                model=self.session.life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+            )  # fmt: skip
         if part.numel == 0:
             return
         if part not in track.ever and accumulates(func, args, int(track.current._cdata)):

@@ -44,6 +44,16 @@ class OpenSessions:
     count = 0
 
 
+def safe_text(error: BaseException | None) -> str:
+    """An exception in words, also where its own `__str__` raises."""
+    if error is None:
+        return ""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a client's exception must not keep an abort from ending
+        return type(error).__name__
+
+
 class Lifecycle:
     """Everything that weightlife keeps for one model. Lives on the model itself, so it dies with it.
 
@@ -94,12 +104,18 @@ class Lifecycle:
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self._lock = threading.RLock()
         self._owner = ""
-        self.passes: list[ExitStack] = []  # forward passes of a plain module that are running
+        self._passes = 0
+        self._pass_thread = 0
+        self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.votes = ranks.Ballot(host)
         for module in model.modules():
             _owners[module] = weakref.ref(self)
         vars(model)[RESERVED_ATTRIBUTE] = self
         _registry[id(model)] = self
+
+    def __del__(self) -> None:
+        """A model that is dropped with a session open, or poisoned, no longer counts for the guard."""
+        OpenSessions.count -= (self.session is not None) + bool(self.poisoned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no lifecycle of its own yet."""
@@ -149,7 +165,13 @@ class Lifecycle:
             SessionConflictError: another thread is inside now. Both are named.
         """
         me = f"{what} in thread {threading.current_thread().name}"
-        if not self._lock.acquire(blocking=False):
+        if self._passes and self._pass_thread == threading.get_ident():
+            raise errors.SessionConflictError(
+                f"{what} was called from inside a pass of the model", model=self.name,
+                session=self.session.id if self.session else "",
+            )  # fmt: skip
+        # A running pass ends by itself: wait for it. Another load is a second owner.
+        if not self._lock.acquire(blocking=bool(self._passes)):
             raise errors.SessionConflictError(
                 f"{me} met {self._owner or 'another owner'}", model=self.name,
                 session=self.session.id if self.session else "",
@@ -167,6 +189,16 @@ class Lifecycle:
         with self._lock:
             yield
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The length of the pass itself. Use it inside `passing()`."""
+        self._passes += 1
+        self._pass_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._passes -= 1
+
     def entered(self) -> AbstractContextManager[None]:
         """Contexts of the first load."""
         return self._entered()
@@ -181,7 +213,8 @@ class Lifecycle:
     def is_inside(self) -> bool:
         """Whether the running call already is inside a session of this model."""
         session = current.get()
-        return session is not None and session.life is self
+        # A task that was started from a source inherits the variable, and may outlive the session.
+        return session is not None and session is self.session
 
     def refuse_from_source(self, what: str) -> None:
         """A source that starts a load of the model that is pulling from it.
@@ -236,7 +269,19 @@ class Lifecycle:
             OpenSessions.count -= 1
         session.report.generation = self.generation
         self.reports.append(session.report)
-        self.log.info("%s", session.report.summary_line())
+        self.say(session.report)
+
+    @staticmethod
+    def text_of(error: BaseException | None) -> str | None:
+        """What the report says of an error."""
+        return None if error is None else safe_text(error)
+
+    def say(self, report: LoadReport) -> None:
+        """One line a session. A logging filter that raises must not undo a commit."""
+        try:
+            self.log.info("%s", report.summary_line())
+        except Exception as error:  # noqa: BLE001 - telemetry may never break a load
+            bus.emit(NOTE, report.session_id, message=f"the log line failed: {type(error).__name__}")
 
     def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
@@ -265,6 +310,29 @@ class Lifecycle:
                 raise
             finally:
                 current.reset(token)
+
+    def end_implicit(self) -> None:
+        """An implicit session left open ends where an explicit one begins: committed if whole, else dropped."""
+        session = self.session
+        if session is None or session.explicit:
+            return
+        try:
+            self.finish("the next update")
+        except errors.CompletenessError as error:
+            self.note(f"an incomplete update was dropped when another one began: {error}")
+
+    def finish_explicit(self, by: str) -> None:
+        """The end of an explicit session.
+
+        Raises:
+            SessionStateError: it died before; what came after its failure is dropped, and never taken for an update.
+        """
+        session = self.session
+        if session is not None and not session.explicit:
+            self.abort(
+                errors.SessionStateError(f"{by}: the update that this belongs to failed", model=self.name)
+            )
+        self.finish(by)
 
     def finish(self, by: str) -> None:
         """End the open session, committing it.
@@ -299,9 +367,9 @@ class Lifecycle:
         if session is None:
             return
         if self.unsafe or self.committing:
-            self.poison(f"an update failed where it could not be undone: {type(error).__name__}: {error}")
+            self.poison(f"an update failed where it could not be undone: {safe_text(error)}")
         self.committing = False
-        if not session.explicit and session.intake.tensors:
+        if session.intake.tensors:
             self.must_complete = True
         session.abort(error)
 
@@ -374,7 +442,7 @@ class Lifecycle:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
-            report.error = f"{type(error).__name__}: {error}"
+            report.error = safe_text(error)
             raise
         finally:
             self.observing = False
@@ -390,7 +458,7 @@ class Lifecycle:
             bus.emit(
                 SESSION_END, report.session_id, report=report, outcome="observed", error=report.error or ""
             )
-            self.log.info("%s", report.summary_line())
+            self.say(report)
 
     def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
         """Compare this rank's outcome with the others'.
@@ -412,7 +480,7 @@ class Lifecycle:
         self.seal()
         report.generation = self.generation
         self.reports.append(report)
-        self.log.info("%s", report.summary_line())
+        self.say(report)
 
     def learn_from(self, session: WeightLoadSession) -> None:
         """After a commit: a new generation, and what it teaches."""
@@ -445,7 +513,7 @@ class Lifecycle:
 
     def note(self, message: str) -> None:
         """One fact for the log and for listeners."""
-        self.log.warning("%s", message)
+        self.log.warning("%s", errors.clean(message, 2000))
         bus.emit(NOTE, self.session.id if self.session else "", message=message)
 
 
@@ -474,6 +542,9 @@ def forget(model: torch.nn.Module) -> None:
     if isinstance(found, Lifecycle):
         if found.poisoned:
             OpenSessions.count -= 1
+            found.poisoned = ""
+        for handle in found.hooks:
+            handle.remove()
         _registry.pop(id(model), None)
 
 

@@ -126,7 +126,11 @@ def repeated_names(
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The live name that looks most like `name`, as a clause for a message, or nothing."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    # 11,712 names take 2.2 s: look among those of the same kind first, and never at more than a thousand.
+    known = list(names)
+    tail = name.rpartition(".")[2]
+    alike = [other for other in known if other.endswith(tail)] or known
+    close = difflib.get_close_matches(name, alike[:1000], n=1, cutoff=0.6)
     return f"; the nearest known name is {close[0]!r}" if close else ""
 
 

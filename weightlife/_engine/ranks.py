@@ -17,7 +17,7 @@ def stream_digest(session: WeightLoadSession) -> int:
     """A 32-bit digest of what a session received: names, shapes and dtypes, in any order."""
     total = 0
     for name, entry in session.intake.received.items():
-        total ^= zlib.crc32(f"{name}\0{entry.shape}\0{entry.dtype}".encode())
+        total ^= zlib.crc32(f"{name}\0{entry.shape}\0{entry.dtype}".encode("utf-8", "surrogatepass"))
     return total
 
 

@@ -154,10 +154,24 @@ class Receiver(TorchDispatchMode):
         if track is None:
             return value
         if written and self.stage is not None and not track.placeholder and track.stage is None:
-            self.stage(track)
+            self._stage_quietly(track)
         if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
             return value
         return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+
+    def _stage_quietly(self, track: Track, copy: bool = False) -> None:
+        """Stage from a function mode, where this mode is active: making a stage is no write of the loader's."""
+        assert self.stage is not None
+        before, self.suspended = self.suspended, True
+        try:
+            self.stage(track)
+            if copy:
+                whole = (track.nbytes,)
+                view_on(track.current, torch.uint8, 0, whole, (1,)).copy_(
+                    view_on(track.storage, torch.uint8, 0, whole, (1,))
+                )
+        finally:
+            self.suspended = before
 
     def enter(self, value: Any) -> None:
         """A tensor that was written where no mode could see it."""
@@ -174,11 +188,8 @@ class Receiver(TorchDispatchMode):
         if track is None:
             return tensor
         if self.stage is not None and not track.placeholder and track.stage is None:
-            self.stage(track)
             # Writes can't be seen: the rest must be A's (in place there is no stage, and nothing changes).
-            view_on(track.current, torch.uint8, 0, (track.nbytes,), (1,)).copy_(
-                view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
-            )
+            self._stage_quietly(track, copy=True)
         track.raw = True
         if track.stage is None or tensor.untyped_storage()._cdata == track.stage._cdata:
             return tensor
@@ -265,6 +276,10 @@ def region_of(track: Track, view: torch.Tensor) -> Region | None:
         return region(view.storage_offset(), tuple(view.shape), view.stride())
     ratio, rest = divmod(view.dtype.itemsize, track.dtype.itemsize)
     if rest or not ratio:
+        size = track.dtype.itemsize
+        start, length = int(view.storage_offset()) * view.dtype.itemsize, view.numel() * view.dtype.itemsize
+        if view.is_contiguous() and start % size == 0 and length % size == 0:
+            return region(start // size, (length // size,), (1,))
         return None
     strides = tuple(stride * ratio for stride in view.stride())
     return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))

@@ -419,7 +419,7 @@ class WeightLoadSession:
                 self.stage.revert()
         self.phase(None)
         self.state = State.ABORTED
-        self.report.error = None if error is None else f"{type(error).__name__}: {error}"
+        self.report.error = self.life.text_of(error)
         self._close("poisoned" if self.life.poisoned else outcome, touched)
 
     def _close(self, outcome: str, touched: set[int]) -> None:

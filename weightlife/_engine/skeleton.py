@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightlife._engine import slots
 
@@ -101,10 +102,21 @@ class StorageSkeleton:
         return self.nbytes // self.dtype.itemsize
 
 
+_wraps: Callable[[object], bool] = is_traceable_wrapper_subclass
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """The identity of a tensor's storage while it lives, or None where there is none to speak of."""
-    if tensor.is_meta or tensor.layout is not torch.strided or is_uninitialized(tensor):
+    if (
+        tensor.is_meta
+        or tensor.layout is not torch.strided
+        or is_uninitialized(tensor)
+        or tensor.is_quantized
+    ):
         return None
+    if type(tensor) not in _PLAIN and _wraps(tensor):
+        return None  # its outer storage has no memory
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -193,6 +205,8 @@ class Skeleton:
         number = self._by_storage.get(key)
         if number is None:
             storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() == 0:
+                return None  # a wrapper subclass: what it holds is elsewhere
             number = self._by_storage[key] = len(self.storages)
             self.storages.append(
                 StorageSkeleton(storage.nbytes(), tensor.device, tensor.dtype, StorageWeakRef(storage))

@@ -67,6 +67,8 @@ def engine_arguments(folder: Path | str, **more: Any) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 64 << 20,
         "worker_extension_cls": EXTENSION,
+        # Always there, so that an engine with and one without a transfer have one compile key.
+        "weight_transfer_config": {"backend": "weightlife_test_folder"},
         "disable_log_stats": True,
         "seed": 0,
     }

@@ -180,7 +180,7 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
             f"({first.reason})", model=life.name, layer=first.path,
             hint="reload in checkpoint format (is_checkpoint_format=True)",
         )  # fmt: skip
-    _end_implicit(life)
+    life.end_implicit()
     operation = "kernel_format" if kernel_format else "reload"
     session = life.open("reload_weights", operation, True, life.settings.partial_disk, source)
     session.whole = True
@@ -211,17 +211,6 @@ def _restore(config: Any, saved: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _end_implicit(life: Lifecycle) -> None:
-    """An implicit session left open ends where an explicit one begins: committed if whole, else dropped."""
-    session = life.session
-    if session is None or session.explicit:
-        return
-    try:
-        life.finish("the next update")
-    except errors.CompletenessError as error:
-        life.note(f"an incomplete update was dropped when another one began: {error}")
-
-
 def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The host's own begin, called by transfer engines and by clients: prepare."""
     life = _ready(_argument(args, kwargs, 0, "model"))
@@ -231,7 +220,7 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs:
         life.refuse_from_source("initialize_layerwise_reload")
         if life.session is not None and life.session.whole:
             return None
-        _end_implicit(life)
+        life.end_implicit()
         life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
     return None
 
@@ -245,7 +234,7 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: K
         life.refuse_from_source("finalize_layerwise_reload")
         if life.session is not None and life.session.whole:
             return None
-        life.finish("finalize_layerwise_reload")
+        life.finish_explicit("finalize_layerwise_reload")
     return None
 
 
