@@ -115,7 +115,10 @@ class Lifecycle:
 
     def __del__(self) -> None:
         """A model that is dropped with a session open, or poisoned, no longer counts for the guard."""
-        OpenSessions.count -= (self.session is not None) + bool(self.poisoned)
+        # The constructor may have raised before these were there.
+        OpenSessions.count -= (getattr(self, "session", None) is not None) + bool(
+            getattr(self, "poisoned", "")
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no lifecycle of its own yet."""
