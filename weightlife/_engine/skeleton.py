@@ -125,6 +125,13 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, UninitializedTensorMixin)
 
 
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    try:
+        return storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:  # "invalid python storage"
+        return False
+
+
 def flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole storage of a tensor as one flat tensor of `dtype` (a view, no copy)."""
     storage = tensor.untyped_storage()
@@ -205,7 +212,7 @@ class Skeleton:
         number = self._by_storage.get(key)
         if number is None:
             storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() == 0:
+            if not _has_memory(storage):
                 return None  # a wrapper subclass: what it holds is elsewhere
             number = self._by_storage[key] = len(self.storages)
             self.storages.append(
