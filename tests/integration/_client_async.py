@@ -96,9 +96,12 @@ async def _all(a: Path, b: Path, want: dict[Path, Any]) -> dict[str, Any]:
     from weightlife.testing import _cold, oracle
     from weightlife.testing.transfer import BACKEND
 
-    arguments = oracle.engine_arguments(a, worker_extension_cls="_client_drivers.ClientExtension")
-    transfer = WeightTransferConfig(backend=BACKEND)
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+    arguments = oracle.engine_arguments(
+        a,
+        worker_extension_cls="_client_drivers.ClientExtension",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     _cold.KEEP.append(engine)
     alone = {a: await _alone(engine)}
     out: dict[str, Any] = {}
