@@ -98,7 +98,7 @@ class TestMetadata:
 
     def test_core_dependencies_are_the_four_that_the_core_imports(self):
         core = [r for r in metadata.requires("weightlife") or [] if "extra ==" not in r]
-        assert {_name(r) for r in core} == {"wrapt", "opentelemetry-api", "safetensors", "torch"}
+        assert {_name(r) for r in core} == {"wrapt", "numpy", "opentelemetry-api", "safetensors", "torch"}
         assert all(">=" in r for r in core)
 
     def test_floor_of_each_core_dependency_is_in_the_list_that_is_tested(self):
