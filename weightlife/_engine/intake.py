@@ -64,6 +64,11 @@ class Intake:
         self.epochs = 1
         self.recording = False
         self._sequence = 0
+        self._units: dict[int, int] = {}  # storage number -> unit of layers that share storages
+        self._lacking: dict[
+            int, int
+        ] = {}  # unit -> writes of a complete load that are not here in this epoch
+        self._whole_at: dict[int, int] = {}  # unit -> sequence number at which nothing lacked
 
     # -- the stream --------------------------------------------------------------------------------------------
 
@@ -143,6 +148,7 @@ class Intake:
         self._sequence += 1
         if not self.session.explicit:
             self._maybe_new_epoch(track, part)
+            self._count(track.number, part, track.written[part] + 1)
         track.written[part] += 1
         track.sequence[part] = (self._sequence, self.calls)
         track.ever.add(part)
@@ -193,12 +199,43 @@ class Intake:
                 session=self.session.id, hint="write them first; a delta of processed weights cannot be applied",
             )  # fmt: skip
 
+    def _unit(self, number: int) -> int:
+        """The unit that a storage belongs to: layers that share a storage are covered together, or not at all."""
+        if not self._units:
+            parent: dict[int, int] = {}
+
+            def root(layer: int) -> int:
+                while parent.setdefault(layer, layer) != layer:
+                    layer = parent[layer]
+                return layer
+
+            storages = self.session.life.skeleton.storages
+            for storage in storages:
+                first, *rest = [root(layer) for layer in storage.layers] or [-1]
+                for other in rest:
+                    parent[root(other)] = root(first)
+            for index, storage in enumerate(storages):
+                self._units[index] = root(next(iter(storage.layers), -1))
+            for index, regions in self.session.life.manifest.expected.items():
+                unit = self._units[index]
+                self._lacking[unit] = self._lacking.get(unit, 0) + sum(regions.values())
+        return self._units[number]
+
+    def _count(self, number: int, part: Region, times: int) -> None:
+        """Keep the number of expected writes that each unit still lacks, and when it last was whole."""
+        unit = self._unit(number)
+        if times > self.session.life.manifest.expected.get(number, Counter()).get(part, 0):
+            return
+        self._lacking[unit] = self._lacking.get(unit, 0) - 1
+        if self._lacking[unit] == 0:
+            self._whole_at[unit] = self._sequence
+
     def _maybe_new_epoch(self, track: Track, part: Region) -> None:
         """A repeat of what an earlier call brought: later values win, and its layers must be covered anew.
 
-        If the layers were whole, all that earlier calls brought belongs to the old epoch. If they were not, or if
-        this session follows a failed one (its tail may be here), only what came no later than the repeated region
-        does: the rest may be of this pass already. A repeat within one call is one stream.
+        Of layers that were whole, what came until then belongs to the old epoch. Of some that were not, or after a
+        failure (whose tail may be here), only what came no later than the repeated region does: the rest may be of
+        this pass already. A repeat within one call is one stream.
         """
         life, stage = self.session.life, self.session.stage
         assert stage is not None
@@ -210,25 +247,24 @@ class Intake:
         if call == self.calls:
             track.written[part] -= 1  # overwritten within one stream
             return
-        layers = life.skeleton.storages[track.number].layers
-        on_them = [
-            (number, other)
-            for number, other in stage.by_number.items()
-            if life.skeleton.storages[number].layers & layers
-        ]
-        numbers = [number for number, _ in on_them]
-        ended = self.session.partial != "forbid" and not manifests.missing(
-            life.manifest, life.skeleton, stage.by_number, numbers
-        )
-        for _, other in on_them:
-            for old in [
-                old
-                for old, (seen, when) in other.sequence.items()
-                if seen <= before or (ended and when != self.calls)
-            ]:
-                other.written.pop(old, None)
-                other.sequence.pop(old, None)
+        unit = self._unit(track.number)
+        ended = self.session.partial != "forbid" and self._lacking.get(unit, 0) == 0
+        limit = max(before, self._whole_at.get(unit, 0)) if ended else before
+        for number, other in stage.by_number.items():
+            if self._unit(number) == unit:
+                self._forget(number, other, limit)
+        if track.written[part] >= allowed:
+            self._forget(track.number, track, before)
         self.epochs += 1
+
+    def _forget(self, number: int, track: Track, limit: int) -> None:
+        """Drop what came to a storage up to `limit` from the present epoch, except in the present call."""
+        expected = self.session.life.manifest.expected.get(number, Counter())
+        unit = self._unit(number)
+        for old in [o for o, (seen, when) in track.sequence.items() if seen <= limit and when != self.calls]:
+            times = min(track.written.pop(old, 0), expected.get(old, 0))
+            track.sequence.pop(old, None)
+            self._lacking[unit] = self._lacking.get(unit, 0) + times
 
     def _check_broadcast(self, track: Track, destination: torch.Tensor, given: torch.Tensor) -> None:
         """`copy_` fills a parameter with a smaller tensor in silence; a loader that means it did so at first, too."""
