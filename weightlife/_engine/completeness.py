@@ -39,7 +39,7 @@ def check(session: WeightLoadSession, touched: set[int]) -> None:
     error = missing(session, touched)
     if error is not None:
         session.problem(error, "strict")
-    if session.explicit:
+    if session.explicit and session.life.manifest.counted:
         _surplus(session)
 
 

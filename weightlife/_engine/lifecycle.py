@@ -493,7 +493,9 @@ class Lifecycle:
             OpenSessions.count -= 1
         self.seal()
         self.must_complete = False
-        if not self.manifest.provisional or session.kernel_format or session.stage is None:
+        if session.kernel_format or session.stage is None:
+            return
+        if not self.manifest.provisional and (self.manifest.counted or not session.explicit):
             return
         written = session.written
         complete = session.partial == "forbid" or all(
@@ -503,7 +505,7 @@ class Lifecycle:
         )
         if complete:
             self.manifest = Manifest(
-                False, dict(written), dict(session.intake.received),
+                False, dict(written), dict(session.intake.received), counted=session.explicit,
             )  # fmt: skip
 
     def notes_after_commit(self) -> list[str]:
