@@ -14,13 +14,6 @@ from tests.integration.ways import WAYS
 
 pytestmark = pytest.mark.vllm
 
-# Not right yet, and said so in docs/not-covered.md.
-KNOWN_WRONG = {
-    "tied_head_equal": "after a dummy start a head that was re-tied by its values stays as it was",
-    "w4a16asym": "after a dummy start bare chunks with an element that several names write look like a second pass",
-    "tied_head_other": "after a dummy start a head that was re-tied by its values stays as it was",
-}
-
 Engine = Callable[..., dict[str, Any]]
 
 
@@ -32,8 +25,6 @@ def _parameters(*, compiled: bool) -> list[Any]:
             continue
         quick = not cell.engine and not cell.environment
         marks = ([] if quick else heavy) + ([pytest.mark.full] if cell.full else [])
-        if cell.start == "dummy" and cell.family in KNOWN_WRONG:
-            marks.append(pytest.mark.xfail(reason=KNOWN_WRONG[cell.family], strict=False))
         out.append(pytest.param(cell, id=cell.name, marks=marks))
     return out
 
