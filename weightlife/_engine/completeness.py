@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from weightlife import errors
 from weightlife._engine import manifest as manifests
+from weightlife._engine.intake import digest
+from weightlife._engine.skeleton import view_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +30,7 @@ def check(session: WeightLoadSession, touched: set[int]) -> None:
     _raw(session)
     if not touched:
         _empty(session)
+    _ties(session)
     if session.life.manifest.provisional:
         session.report.notes.append(
             "the first load was a dummy: this load is taken as complete and becomes the manifest"
@@ -39,7 +42,7 @@ def check(session: WeightLoadSession, touched: set[int]) -> None:
     error = missing(session, touched)
     if error is not None:
         session.problem(error, "strict")
-    if session.explicit and session.life.manifest.counted:
+    if session.explicit:
         _surplus(session)
 
 
@@ -66,6 +69,41 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
         kind = errors.MissingTensorError
         message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
     return kind(message, model=life.name, layer=layer, tensors=names, session=session.id)
+
+
+def _ties(session: WeightLoadSession) -> None:
+    """A tied partner that the loader left out must be what it is tied to.
+
+    A configuration that says tied, and a checkpoint with a head of its own: where the model was built without reading
+    the checkpoint (a dummy start), the head is dropped in silence, and another model serves.
+    """
+    life, stage = session.life, session.stage
+    assert stage is not None
+    for alias, canonical in life.aliases.items():
+        entry = session.intake.received.get(alias)
+        if entry is None or entry.writes:
+            continue
+        made = life.skeleton.tensors[life.skeleton.named(canonical)]
+        track = stage.by_number.get(made.storage)
+        if track is None or not track.ever:
+            error: errors.CompletenessError = errors.MissingTensorError(
+                f"{alias} is tied to a tensor that did not arrive",
+                model=life.name, tensors=[canonical], session=session.id,
+            )  # fmt: skip
+            session.problem(error, "strict")
+        elif life.host.rank()[1] > 1:
+            session.report.notes.append(
+                f"{alias} is tied; on one of several ranks its values are not compared"
+            )
+        else:
+            now = view_on(track.current, made.dtype, made.offset, made.shape, made.stride)
+            if digest(now, made.dtype) != entry.digest:
+                error = errors.UnexpectedTensorError(
+                    f"a tensor of its own arrived for what this model ties to {canonical}",
+                    model=life.name, tensors=[alias], session=session.id,
+                    hint="start the engine on this checkpoint (not on dummy weights), or send tied weights",
+                )  # fmt: skip
+                session.problem(error, "strict")
 
 
 def _empty(session: WeightLoadSession) -> None:

@@ -23,7 +23,7 @@ from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import NOTE, SESSION_END, SESSION_START, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
-from weightlife._engine.manifest import Manifest
+from weightlife._engine.manifest import Manifest, expected_from
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton, storage_key
 from weightlife._engine.slots import RESERVED_ATTRIBUTE
@@ -88,6 +88,7 @@ class Lifecycle:
             self.first = FirstLoad(self, provisional)
         else:
             self.status = "observed"
+        self.aliases = {} if self.observed is not None else self.skeleton.aliases()
         self.plan = Plan()
         self.manifest = Manifest()
         self.context = LoadContext.current()
@@ -495,7 +496,7 @@ class Lifecycle:
         self.must_complete = False
         if session.kernel_format or session.stage is None:
             return
-        if not self.manifest.provisional and (self.manifest.counted or not session.explicit):
+        if not self.manifest.provisional:
             return
         written = session.written
         complete = session.partial == "forbid" or all(
@@ -504,9 +505,8 @@ class Lifecycle:
             if any(issubclass(self.skeleton.tensors[i].cls, torch.nn.Parameter) for i in storage.tensors)
         )
         if complete:
-            self.manifest = Manifest(
-                False, dict(written), dict(session.intake.received), counted=session.explicit,
-            )  # fmt: skip
+            received = dict(session.intake.received)
+            self.manifest = Manifest(False, expected_from(received, written), received)
 
     def notes_after_commit(self) -> list[str]:
         """What the host wants a caller to know. B serves already: a host that fails here is only heard of."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from weightlife import errors
 from weightlife._engine import ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.receive import Track
@@ -23,6 +22,7 @@ class Received:
     dtype: str
     nbytes: int
     writes: list[tuple[int, Region]] = field(default_factory=list)
+    digest: bytes = b""  # of a tied partner that the loader left out, in the parameter's dtype
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Manifest:
     reads_first: set[int] = field(
         default_factory=set
     )  # storages that loaders read before they have written them
-    counted: bool = True  # False: learned from an implicit update, where a repeat may be an epoch
     custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
 
     def layers(self, skeleton: Skeleton) -> set[int]:
@@ -62,12 +61,24 @@ class Manifest:
         ]
 
 
-@dataclass
-class Problem:
-    """A completeness violation, ready to be raised or warned about."""
+def expected_from(
+    received: dict[str, Received], written: Mapping[int, Counter[Region]]
+) -> dict[int, Counter[Region]]:
+    """What a complete load writes, from one that was taken as complete.
 
-    error: errors.CompletenessError
-    policy: str
+    Counted by source name: a name that came twice (two syncs in one implicit session) counts once, and an element that
+    several names write (a shape under q, k and v) counts for each. Writes that belong to no name are taken as they were.
+    """
+    expected: dict[int, Counter[Region]] = {}
+    for entry in received.values():
+        for number, part in entry.writes:
+            expected.setdefault(number, Counter())[part] += 1
+    for number, regions in written.items():
+        known = expected.setdefault(number, Counter())
+        for part, times in regions.items():
+            if part not in known:
+                known[part] = times
+    return expected
 
 
 def missing(

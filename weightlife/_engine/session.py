@@ -384,6 +384,11 @@ class WeightLoadSession:
     def _check_contract(self, settlement: storage.Settlement) -> None:
         self.report.contract_changes = [change.to_dict() for change in settlement.changes]
         moved = settlement.moved
+        if moved and self.settings.storage == "auto" and self.life.host.adoptable() is None:
+            self.report.storage = "adopted"
+            self.report.storage_why = (
+                f"{moved[0].path} cannot keep its storage, and nothing outside holds an address"
+            )
         if self.report.storage == "pinned" and moved:
             self.problem(
                 errors.StorageMovedError(

@@ -246,6 +246,29 @@ class Skeleton:
                 if bool((content == first).all()):
                     storage.constant = first.item()
 
+    def named(self, path: str) -> int:
+        """The number of the parameter or buffer at a path.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for index, made in enumerate(self.tensors):
+            if made.path == path:
+                return index
+        raise KeyError(path)
+
+    def aliases(self) -> dict[str, str]:
+        """Names under which a parameter is held a second time, and the first: ties."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for ident, state in self.states.items():
+            for key, value in state.items():
+                if key[0] == "param" and isinstance(value, Token):
+                    path = slots.step(self.holders[ident].path, key)
+                    if first.setdefault(value.index, path) != path:
+                        found[path] = first[value.index]
+        return found
+
     def storage_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a live tensor's storage, if the constructor made it."""
         key = storage_key(tensor)

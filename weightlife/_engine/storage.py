@@ -119,6 +119,9 @@ class Settler:
         self._seen: set[tuple[int, int]] = set()
         self._moved: set[int] = set()
         self._owners: frozenset[int] = frozenset()
+        self._claims: dict[
+            int, list[tuple[int, int, int]]
+        ] = {}  # A storage -> byte ranges and who fills them
         self._a_views = {id(tensor): view for t in stage.index.values() for tensor, view in t.tensors}
 
     def settle(self) -> Settlement:
@@ -154,6 +157,7 @@ class Settler:
                 b = view_on(track.stage, track.dtype, 0, whole, (1,))
                 self.out.moves.append(Move(track.path, a, b, a))
                 self.out.storages[int(track.stage._cdata)] = track.storage
+                self._claim(int(track.storage._cdata), int(track.stage._cdata), a)
             for tensor, a_view in track.tensors:
                 identity = storage_key(tensor)
                 known = {int(track.storage._cdata), int(track.current._cdata)}
@@ -211,6 +215,10 @@ class Settler:
             return
         if id(b) in self._moved:
             return
+        if not self._claim(a_key, b_key, a_view):
+            # Two tensors of A shared this memory (a tie) and B's do not: both values can't go there.
+            self.out.changes.append(Change(path, "moved", f"{describe(a_view)} no longer shares its storage"))
+            return
         cover = _cover(a_view)
         if cover is None:
             self.out.changes.append(Change(path, "moved", f"{describe(b)} overlaps itself"))
@@ -220,6 +228,18 @@ class Settler:
         a_storage, b_storage = a_view.untyped_storage(), b.untyped_storage()
         if a_storage.nbytes() == b_storage.nbytes() and a_view.storage_offset() == b.storage_offset():
             self.out.storages.setdefault(b_key, a_storage)
+
+    def _claim(self, a_key: int, b_key: int, a_view: torch.Tensor) -> bool:
+        """Whether the bytes of A's storage that a view spans are free for this B storage."""
+        size = a_view.element_size()
+        start = a_view.storage_offset() * size
+        reach = sum((n - 1) * s for n, s in zip(a_view.shape, a_view.stride(), strict=True)) + 1
+        end = start + reach * size if a_view.numel() else start
+        claims = self._claims.setdefault(a_key, [])
+        if any(other != b_key and start < stop and begin < end for begin, stop, other in claims):
+            return False
+        claims.append((int(start), int(end), b_key))
+        return True
 
     def _rebind(self, holder: slots.Holder, key: slots.Key, a: Any, b: Any) -> None:
         """A module's own slot keeps A's tensor object where nothing but the values changed."""

@@ -119,6 +119,14 @@ def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwarg
     return None
 
 
+def check_skipped_aliases(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """VLLM asks after every call whether a tied tensor's partner came. In an update it may come in another bucket."""
+    session = lifecycle.current.get() if runtime.installed() else None
+    if session is None or session.life.session is not session:
+        return wrapped(*args, **kwargs)
+    return None  # asked at the end of the session: completeness.py
+
+
 def load_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A loader that forgot the processing gets it done."""
     model = wrapped(*args, **kwargs)

@@ -39,6 +39,8 @@ SEAMS = [
          why="the constructor's state"),
     Seam("process_weights_after_loading", f"{_LOADER}.utils", "process_weights_after_loading",
          _late("process_weights_after_loading"), True, why="first processing; later an end mark"),
+    Seam("check_skipped_aliases", "vllm.model_executor.models.utils", "AutoWeightsLoader._check_skipped_aliases",
+         _late("check_skipped_aliases"), why="a tied tensor's partner may come in another bucket"),
     Seam("load_model", f"{_LOADER}.base_loader", "BaseModelLoader.load_model", _late("load_model"), True,
          why="every loader processes"),
     Seam("get_model_loader", _LOADER, "get_model_loader", _late("get_model_loader"), why="loaders that override load_model"),
