@@ -18,6 +18,8 @@ export VLLM_CPU_KVCACHE_SPACE = 1
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
+# OpenMP threads that spin while they wait starve each other where two engines share two cores (ten times slower).
+export OMP_WAIT_POLICY = PASSIVE
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
