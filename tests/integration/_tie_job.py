@@ -21,7 +21,11 @@ def _start(folder: Path, **more: Any) -> Any:
 def _update(llm: Any, folder: Path, *, by_path: bool = True) -> str:
     from weightlife.testing import checkpoints
 
-    source = {"weights_path": str(folder)} if by_path else {"weights_iterator": iter(checkpoints.tensors(folder).items())}
+    source = (
+        {"weights_path": str(folder)}
+        if by_path
+        else {"weights_iterator": iter(checkpoints.tensors(folder).items())}
+    )
     try:
         llm.collective_rpc("reload_weights", kwargs=source)
     except Exception as error:  # noqa: BLE001 - the test judges what the client hears
