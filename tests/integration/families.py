@@ -110,9 +110,9 @@ def _eager() -> Iterator[Cell]:
 
 def _dummy() -> Iterator[Cell]:
     for row, family in enumerate(FAMILIES):
-        ways = _rotated(row, ways_of(family, "dummy"))
-        if not ways:
+        if not ways_of(family, "dummy"):
             continue
+        ways = _rotated(row, ways_of(family, "dummy"))
         for column, storage in enumerate(STORAGES):
             isolation = ISOLATIONS[(row // 2 + column) % 2]
             yield Cell(family, ways, storage, isolation, start="dummy", full=(row + column) % 2 == 1)
