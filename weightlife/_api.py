@@ -22,7 +22,6 @@ _lock = threading.RLock()
 _exported: dict[str, str | None] = {}
 _logger: dict[str, Any] = {}
 _listeners: dict[str, Callable[[], None]] = {}
-_RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def install(**settings: Any) -> None:
@@ -90,9 +89,6 @@ def _listen() -> None:
 
 
 def _export(variables: dict[str, str]) -> None:
-    prefixes = [part for part in os.environ.get(_RAY_VARIABLE, "").split(",") if part]
-    if "WEIGHTLIFE" not in prefixes:
-        variables[_RAY_VARIABLE] = ",".join([*prefixes, "WEIGHTLIFE"])
     for name, value in variables.items():
         _exported.setdefault(name, os.environ.get(name))
         os.environ[name] = value

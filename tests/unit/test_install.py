@@ -23,18 +23,17 @@ from weightlife.hosts import runtime
 from weightlife.hosts.vllm import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
-RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WEIGHTLIFE")] + [RAY]:
+    for name in [name for name in os.environ if name.startswith("WEIGHTLIFE")]:
         monkeypatch.delenv(name, raising=False)
 
 
 def child(code: str, **environment: str) -> Any:
     """Run code in a fresh interpreter; its last line is JSON."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE") and k != RAY}
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE")}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=ROOT, env={**keep, **environment}, capture_output=True, text=True, timeout=300, check=False,
@@ -48,6 +47,9 @@ class TestEnvironment:
         monkeypatch.setenv("WEIGHTLIFE_STORAGE", "adopted")
         before = dict(os.environ)
         weightlife.install(isolation="in_place")
+        assert {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE")} == {
+            k: v for k, v in before.items() if not k.startswith("WEIGHTLIFE")
+        }
         assert os.environ["WEIGHTLIFE"] == "1"
         assert os.environ["WEIGHTLIFE_ISOLATION"] == "in_place"
         assert Settings.from_env(os.environ) == Settings(isolation="in_place", storage="adopted")
@@ -55,20 +57,29 @@ class TestEnvironment:
         weightlife.uninstall()
         assert dict(os.environ) == before
 
-    @pytest.mark.parametrize(
-        ("was", "now"),
-        [(None, "WEIGHTLIFE"), ("NCCL,MINE", "NCCL,MINE,WEIGHTLIFE"), ("WEIGHTLIFE", "WEIGHTLIFE")],
-    )
-    def test_ray_workers_get_the_prefix(
-        self, was: str | None, now: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if was is not None:
-            monkeypatch.setenv(RAY, was)
-        weightlife.install()
-        weightlife.install()
-        assert os.environ[RAY] == now
-        weightlife.uninstall()
-        assert os.environ.get(RAY) == was
+    def test_ray_workers_get_the_settings_and_no_variable_of_the_host_changes(self) -> None:
+        """Every variable of vLLM's is a factor of its compile cache's key, those for Ray too."""
+        found = child("""
+            import json, os
+            import weightlife
+            from vllm import envs
+            from vllm.ray import ray_env
+            from vllm.ray.ray_env import get_env_vars_to_copy
+
+            before, names = envs.compile_factors(), get_env_vars_to_copy()
+            weightlife.install(storage="pinned")
+            after, copied = envs.compile_factors(), ray_env.get_env_vars_to_copy()
+            weightlife.uninstall()
+            print(json.dumps({
+                "same": before == after,
+                "more": sorted(copied - names),
+                "undone": ray_env.get_env_vars_to_copy is get_env_vars_to_copy,
+            }))
+        """)
+        assert found["same"]
+        assert found["undone"]
+        assert {"WEIGHTLIFE", "WEIGHTLIFE_STORAGE"} <= set(found["more"])
+        assert all(name.startswith("WEIGHTLIFE") for name in found["more"])
 
     @pytest.mark.parametrize("off", ["0", "false", "off"])
     def test_zero_wins(self, off: str, monkeypatch: pytest.MonkeyPatch) -> None:

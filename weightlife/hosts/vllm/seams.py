@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -317,6 +318,11 @@ def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             if isinstance(life.host, VllmHost):
                 life.host.asleep = False
     return out
+
+
+def ray_variables(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Ray copies variables by name: ours too."""
+    return wrapped(*args, **kwargs) | {name for name in os.environ if name.startswith("WEIGHTLIFE")}
 
 
 _COMMITTING = frozenset({"reload_weights", "finish_weight_update"})

@@ -68,6 +68,9 @@ SEAMS = [
          why="a refused batch does not kill the engine"),
     Seam("engine_step_queue", "vllm.v1.engine.core", "EngineCore.step_with_batch_queue", _late("engine_step"),
          why="a refused batch does not kill the engine"),
+    # Not by a variable of vLLM's: those are factors of its compile cache's key, and every start would compile anew.
+    Seam("ray_variables", "vllm.ray.ray_env", "get_env_vars_to_copy", _late("ray_variables"),
+         why="settings travel to Ray workers"),
     Seam("worker_rpc", "vllm.v1.worker.worker_base", "WorkerBase._weightlife_rpc", cast("Any", _answer), adds=True,
          why="status and reports of workers"),
     Seam("handshake", "vllm.v1.engine.llm_engine", "LLMEngine.__init__", _late("after_engine"),
