@@ -51,6 +51,8 @@ class Child:
         self._log = log.open("a")
         self._watch: Watch | None = None
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WEIGHTLIFE")}
+        # The host is installed with its byte code. An editable checkout has its own only if it may write it.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_HERE.parent), *filter(None, [environment.get("PYTHONPATH")])]
         )

@@ -48,6 +48,8 @@ def __getattr__(name):
     touched.append(name)
     raise AttributeError(name)
 '''
+RING = "def function(x):\n    return ('ring', x)\nfrom . import ring_user\n"
+RING_USER = "from .ring import function as other\n"
 CIRCULAR = "from . import installer\ndef function(x):\n    return ('circular', x)\n"
 
 
@@ -58,7 +60,16 @@ class Host:
         self.name = f"fakehost_{next(_serial)}"
         package = folder / self.name
         package.mkdir()
-        files = {"__init__": "", "core": CORE, "user": USER, "late": USER, "lazy": LAZY, "circular": CIRCULAR}
+        files = {
+            "__init__": "",
+            "core": CORE,
+            "user": USER,
+            "late": USER,
+            "lazy": LAZY,
+            "circular": CIRCULAR,
+            "ring": RING,
+            "ring_user": RING_USER,
+        }
         for name, text in files.items():
             (package / f"{name}.py").write_text(text, encoding="utf-8")
         self.calls: list[Any] = []
@@ -265,6 +276,16 @@ class TestApply:
         ]
         patcher.undo()
 
+    def test_a_module_that_took_the_name_while_it_was_being_imported(self, host: Host) -> None:
+        """It began after the wrapped module and ended before it."""
+        patcher = Patcher([host.seam("function", "ring")])
+        patcher.apply()
+        host.load("ring")
+        user = sys.modules[f"{host.name}.ring_user"]
+        assert user.other(1) == ("wrapped", ("ring", 1))
+        patcher.undo()
+        assert user.other(1) == ("ring", 1)
+
     def test_install_in_the_middle_of_an_import(self, host: Host) -> None:
         """A plugin may install while the host's own module is half way through its imports."""
         patcher = Patcher([host.seam("function", "circular")])
@@ -407,10 +428,7 @@ def test_sweep_replaces_and_tells_where() -> None:
     vars(module).update(a=old, b=old, c=1, __wrapped_old=old)
     sys.modules[module.__name__] = module
     try:
-        assert [(owner, name) for owner, name in sweep(old, new) if owner is module] == [
-            (module, "a"),
-            (module, "b"),
-        ]
+        assert sweep({id(old): (old, new)}) == {id(old): [(module, "a"), (module, "b")]}
         assert (vars(module)["a"], vars(module)["__wrapped_old"]) == (new, old)
     finally:
         del sys.modules[module.__name__]

@@ -18,7 +18,7 @@ from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSI
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
-from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
+from weightlife._engine.receive import CustomOperators, Receiver, Sampled, Track, WriteObserver, region_of
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord
 
 if TYPE_CHECKING:
@@ -64,11 +64,21 @@ class FirstLoad:
         receiver = Receiver(index, self._on_write, None, self._on_read)
         receiver.trusted = True  # nothing is read from the source that could be of this model
         operators = CustomOperators(receiver, None)
+        sampled = Sampled(operators)
+
+        def begin(name: Any, tensor: Any) -> None:
+            sampled.begin(str(name))
+            self._begin(name, tensor)
+
+        def end() -> None:
+            sampled.end()
+            self._end()
+
         self._phase("receive")
         started = time.perf_counter()
         try:
-            with operators, receiver:
-                return load(receiver.stream(weights, self._begin, self._end))
+            with sampled, receiver:
+                return load(receiver.stream(weights, begin, end))
         finally:
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}

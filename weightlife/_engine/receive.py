@@ -9,6 +9,7 @@ next tensor as soon as the loader returns.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -343,6 +344,46 @@ class CustomOperators(TorchFunctionMode):
         return out
 
 
+class Sampled:
+    """Holds a function mode off for source names of which two alike were watched.
+
+    Every `.data` and `.shape` of a parameter goes through a function mode: 71,159 calls and 80 ms for 2,304 expert
+    tensors, all loaded by the same lines. Names are alike that differ in numbers only. Use it as a context.
+    """
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self.mode = mode
+        self._seen: Counter[str] = Counter()
+        self._off = False
+
+    def __enter__(self) -> Sampled:
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
+        self.mode.__exit__(*error)
+
+    def begin(self, name: str) -> None:
+        """A tensor of this name is about to be loaded."""
+        kind = _NUMBER.sub("#", name)
+        self._seen[kind] += 1
+        depth = torch._C._len_torch_function_stack()
+        on_top = depth and torch._C._get_function_stack_at(depth - 1) is self.mode
+        if self._seen[kind] > 2 and on_top and not self._off:
+            torch._C._pop_torch_function_stack()
+            self._off = True
+
+    def end(self) -> None:
+        """It was loaded."""
+        if self._off:
+            torch._C._push_on_torch_function_stack(self.mode)
+            self._off = False
+
+
+_NUMBER = re.compile(r"\d+")
+
+
 @lru_cache(maxsize=1024)
 def _packet_schema(func: Any) -> Any:
     if isinstance(func, torch._ops.OpOverload):
@@ -382,4 +423,4 @@ class WriteObserver(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-__all__ = ["CustomOperators", "Receiver", "Track", "WriteObserver", "region_of"]
+__all__ = ["CustomOperators", "Receiver", "Sampled", "Track", "WriteObserver", "region_of"]

@@ -88,9 +88,11 @@ class Patcher:
         """Wrap what is imported already; the rest follows as it is imported. Twice is once."""
         with self._lock:
             self.active = True
-            for module in {seam.module for seam in self.seams}:
-                if module in sys.modules:
-                    self._apply_module(sys.modules[module])
+            modules = {seam.module for seam in self.seams}
+            self._sweep(
+                [done for m in modules if m in sys.modules for done in self._apply_module(sys.modules[m])]
+            )
+            for module in modules:
                 if module not in self._hooked:
                     # wrapt keeps post-import hooks for ever: this one asks whether it is still wanted.
                     self._hooked.add(module)
@@ -99,9 +101,18 @@ class Patcher:
     def _on_import(self, module: Any) -> None:
         with self._lock:
             if self.active:
-                self._apply_module(module)
+                self._sweep(self._apply_module(module), since(module))
 
-    def _apply_module(self, module: Any) -> None:
+    @staticmethod
+    def _sweep(applied: list[Applied], modules: list[Any] | None = None) -> None:
+        """One walk for many wrappers: each walk over 3,000 modules takes 25 to 50 ms."""
+        places = sweep({id(done.original): (done.original, done.wrapper) for done in applied}, modules)
+        for done in applied:
+            done.places += places.get(id(done.original), [])
+
+    def _apply_module(self, module: Any) -> list[Applied]:
+        """Wrap what is in a module. Returns the functions that other modules may hold by name."""
+        functions = []
         for seam in self.seams:
             if seam.module != module.__name__ or seam.name in self.applied:
                 continue
@@ -115,7 +126,10 @@ class Patcher:
                 self.failures[seam.name] = f"absent in this version: {seam.module}:{seam.attribute}"
                 continue
             self.failures.pop(seam.name, None)
-            self.applied[seam.name] = self.wrap(owner, attribute, seam.wrapper, seam, original)
+            self.applied[seam.name] = done = self.wrap(owner, attribute, seam.wrapper, seam, original)
+            if not isinstance(owner, type):
+                functions.append(done)
+        return functions
 
     @staticmethod
     def _resolve(module: Any, seam: Seam) -> tuple[Any, str, Any]:
@@ -137,14 +151,12 @@ class Patcher:
         return (None, attribute, None) if original is None else (owner, attribute, original)
 
     def wrap(self, owner: Any, attribute: str, wrapper: Wrapper, seam: Seam, original: Any) -> Applied:
-        """Put a wrapper in place of `owner.attribute`, and of every name elsewhere that holds the same function."""
+        """Put a wrapper in place of `owner.attribute`."""
         wrapped = SeamWrapper(original, wrapper)
         inherited = isinstance(owner, type) and attribute not in vars(owner)
         done = Applied(seam, original, wrapped, inherited)
         setattr(owner, attribute, wrapped)
         done.places.append((owner, attribute))
-        if not isinstance(owner, type):
-            done.places += sweep(original, wrapped)
         return done
 
     def wrap_class(self, cls: type, attribute: str, wrapper: Wrapper) -> None:
@@ -171,6 +183,7 @@ class Patcher:
         """Every attribute identical to what it was; wrappers of inherited methods deleted; hooks inert."""
         with self._lock:
             self.active = False
+            back: dict[int, tuple[Any, Any]] = {}
             for done in [*reversed(self.classes), *reversed(list(self.applied.values()))]:
                 for owner, attribute in done.places:
                     if vars(owner).get(attribute) is not done.wrapper:
@@ -180,7 +193,8 @@ class Patcher:
                     else:
                         setattr(owner, attribute, done.original)
                 if not done.seam.adds and not isinstance(done.places[0][0], type):
-                    sweep(done.wrapper, done.original)  # modules imported since then took the wrapper by name
+                    back[id(done.wrapper)] = (done.wrapper, done.original)
+            sweep(back)  # modules imported since then took the wrappers by name
             self.classes.clear()
             self.applied.clear()
             self.failures.clear()
@@ -206,18 +220,46 @@ class Patcher:
         return rows
 
 
-def sweep(old: Any, new: Any) -> list[tuple[Any, str]]:
-    """Replace `old` by `new` under every module-level name in the process. Returns where."""
-    places = []
-    for module in list(sys.modules.values()):
+def sweep(
+    exchange: dict[int, tuple[Any, Any]], modules: list[Any] | None = None
+) -> dict[int, list[tuple[Any, str]]]:
+    """Replace objects by others under every module-level name in the process. Returns where, by old identity.
+
+    Args:
+        exchange: identity of the old object -> (old, new).
+        modules: where to look (None: everywhere).
+    """
+    places: dict[int, list[tuple[Any, str]]] = {}
+    if not exchange:
+        return places
+    for module in list(sys.modules.values()) if modules is None else modules:
         names = getattr(module, "__dict__", None)
         if type(names) is not dict:
             continue
         for name, value in list(names.items()):
-            if value is old and not name.startswith("__wrapped"):
-                names[name] = new
-                places.append((module, name))
+            pair = exchange.get(id(value))
+            if pair is not None and not name.startswith("__wrapped"):
+                names[name] = pair[1]
+                places.setdefault(id(value), []).append((module, name))
     return places
+
+
+def since(module: Any) -> list[Any]:
+    """Modules that may hold a name of `module` at the end of its import: begun after it, or not yet ended."""
+    found, seen = [], False
+    for other in reversed(list(sys.modules.values())):  # in the order in which imports began
+        found.append(other)
+        if other is module:
+            seen = True
+            break
+    frame = sys._getframe() if seen else None  # what is still being imported is on the stack
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            unfinished = sys.modules.get(frame.f_globals.get("__name__", ""))
+            if unfinished is not None:
+                found.append(unfinished)
+        frame = frame.f_back
+    return found
 
 
 def _may_exist(module: str) -> bool:
