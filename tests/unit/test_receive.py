@@ -21,7 +21,7 @@ from tests.strategies import geometries
 from tests.toyhost import Boom, Served, Snapshot, ToyModel, cold, faults, parameter, poison, unchanged
 from weightlife import errors
 from weightlife._engine.ledger import Region, counts, region
-from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
+from weightlife._engine.receive import CustomOperators, Receiver, Sampled, Track, WriteObserver, region_of
 from weightlife._engine.skeleton import storage_key, view_on
 
 N = 24
@@ -409,6 +409,53 @@ class TestCustomOperators:
 
 
 # -- through a whole session -----------------------------------------------------------------------------------
+
+
+class TestSampled:
+    """The function mode is off for the third name of a kind, and the stack of modes is what it was in any case."""
+
+    @staticmethod
+    def names(count: int) -> list[str]:
+        return [f"layers.{i}.experts.{i * 7}.w1" for i in range(count)]
+
+    def test_two_of_a_kind_are_watched(self) -> None:
+        mode = CustomOperators(None, None)
+        seen = []
+        with Sampled(mode) as sampled:
+            for name in [*self.names(5), "layers.9.norm"]:
+                sampled.begin(name)
+                seen.append(torch._C._len_torch_function_stack())
+                sampled.end()
+            after = torch._C._len_torch_function_stack()
+        assert seen == [1, 1, 0, 0, 0, 1]
+        assert (after, torch._C._len_torch_function_stack()) == (1, 0)
+
+    def test_a_loader_that_fails_in_the_middle(self) -> None:
+        def load() -> None:
+            with Sampled(CustomOperators(None, None)) as sampled:
+                for name in self.names(3):
+                    sampled.begin(name)
+                raise Boom
+
+        with pytest.raises(Boom):
+            load()
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_function_modes_of_the_loader(self) -> None:
+        """A generator between us and the loader that holds a device context over what it yields."""
+        mode = CustomOperators(None, None)
+
+        def through(names: list[str]) -> Iterator[str]:
+            for name in names:
+                sampled.begin(name)
+                with torch.device("cpu"):
+                    yield name
+                sampled.end()
+
+        with Sampled(mode) as sampled, torch.device("meta"):
+            depths = [torch._C._len_torch_function_stack() for _ in through(self.names(4))]
+        assert depths == [3, 3, 3, 3]  # below a mode of another's it stays
+        assert torch._C._len_torch_function_stack() == 0
 
 
 class OneWay(ToyModel):
