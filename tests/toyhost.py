@@ -592,6 +592,9 @@ class ToyHost:
         self.calls.append(f"deferred {type(layer).__name__}")
         layer.process()  # type: ignore[operator]
 
+    def may_process_early(self, layer: object) -> bool:
+        return True
+
     def rerun_deferred(self) -> bool:
         return False
 

@@ -30,6 +30,7 @@ Storage = Literal["auto", "pinned", "adopted"]
 Partial = Literal["forbid", "by_layer", "allow"]
 Unexpected = Literal["refuse", "ignore"]
 Check = Literal["strict", "warn", "off"]
+Processing = Literal["as_complete", "at_finish"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _SIZE = re.compile(r"(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
@@ -120,6 +121,14 @@ class Settings:
         default="strict",
         metadata=_choice(
             Check, "Runtime storage that differs after a commit from the contract of the first load."
+        ),
+    )
+    processing: Processing = field(
+        default="as_complete",
+        metadata=_choice(
+            Processing,
+            "In place and pinned: 'as_complete' processes and commits a layer as soon as all of its tensors have "
+            "come, so that raw weights need not wait in memory; 'at_finish' processes all layers together.",
         ),
     )
     undo_budget_bytes: int | None = field(

@@ -32,6 +32,7 @@
     |   +-- NotAdoptableError    WL304
     +-- ProcessingError          WL400
     |   +-- DoubleProcessingError WL401
+    |   +-- EarlyProcessingError WL403
     |   +-- UnprocessedLayerError WL402
     +-- RankMismatchError        WL501
 
@@ -71,6 +72,7 @@ __all__ = [
     "ConfigError",
     "DoubleProcessingError",
     "DtypeMismatchError",
+    "EarlyProcessingError",
     "EmptyUpdateError",
     "EngineNotPausedError",
     "HalfTouchedLayerError",
@@ -371,6 +373,13 @@ class UnprocessedLayerError(ProcessingError):
 
     code = "WL402"
     default_hint = "look for a loader that replaces the layer or its quant method while it loads"
+
+
+class EarlyProcessingError(ProcessingError):
+    """A layer that was processed as soon as it was complete turned out to be needed in its raw form."""
+
+    code = "WL403"
+    default_hint = "send the update again: this layer is processed at the finish from now on"
 
 
 class RankMismatchError(WeightlifeError):

@@ -36,6 +36,7 @@ def test_defaults() -> None:
         "empty": "strict",
         "nonfinite": "off",
         "contract": "strict",
+        "processing": "as_complete",
         "undo_budget_bytes": None,
         "implicit_patience": 64,
         "handshake": "warn",

@@ -18,7 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md",
 ]  # fmt: skip
-EXPECTED = {"architecture", "decisions", "field-reports", "not-covered", "reading-the-report", "settings"}
+EXPECTED = {
+    "architecture",
+    "decisions",
+    "field-reports",
+    "not-covered",
+    "reading-the-report",
+    "settings",
+}
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 

@@ -44,6 +44,7 @@ GOLDEN = {
     "WL304": "NotAdoptableError",
     "WL400": "ProcessingError",
     "WL401": "DoubleProcessingError",
+    "WL403": "EarlyProcessingError",
     "WL402": "UnprocessedLayerError",
     "WL501": "RankMismatchError",
 }

@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
 
 
-def unwritten(session: WeightLoadSession, layers: set[int]) -> None:
-    """Give elements that this load did not write the value that a cold load would find there."""
+def unwritten(session: WeightLoadSession, layers: set[int], numbers: list[int] | None = None) -> None:
+    """Give elements that this load did not write the value that a cold load would find there.
+
+    `numbers`: only on these storages.
+    """
     stage = session.stage
     assert stage is not None
-    for number, track in list(stage.by_number.items()):
+    chosen = stage.by_number if numbers is None else stage.by_number.keys() & set(numbers)
+    for number in list(chosen):
+        track = stage.by_number[number]
+        if track.retired:
+            continue
         touched = bool(track.ever) or track.irregular
         if track.placeholder:
             if not session.life.skeleton.storages[number].layers & layers:

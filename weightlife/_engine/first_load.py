@@ -40,6 +40,9 @@ class FirstLoad:
         self.raw: set[int] = set()
         self.custom = False
         self.reads_first: set[int] = set()
+        self._item = 0  # how many tensors have come; what happens after the last one counts as one more
+        self._last_write: dict[int, int] = {}
+        self._last_read: dict[int, int] = {}
         self.tensors = 0
         self.nbytes = 0
         rank, world = life.host.rank()
@@ -87,7 +90,10 @@ class FirstLoad:
     def _on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
         """A loader that reads what it has not written needs the constructor's value at every later load, too."""
         number = track.number
-        if number is None or number in self.reads_first:
+        if number is None:
+            return
+        self._last_read[number] = self._item
+        if number in self.reads_first:
             return
         part = region_of(track, view)
         if part is None or part.numel == 0 or self.expected.get(number, Counter())[part]:
@@ -103,10 +109,29 @@ class FirstLoad:
             shape, str(getattr(tensor, "dtype", "")).removeprefix("torch."), nbytes
         )
         self.tensors += 1
+        self._item += 1
         self.nbytes += nbytes
 
     def _end(self) -> None:
         self.current = None
+        self._item += 1
+
+    def _late(self) -> set[int]:
+        """Storages that are touched when no source tensor is under way, or after all of their layer has come.
+
+        Between two tensors `_item` is even. Layers are compared whole: a loader may read one weight of a layer again
+        while another one is still to come.
+        """
+        complete: dict[int, int] = {}
+        for number, when in self._last_write.items():
+            for layer in self.life.skeleton.storages[number].layers:
+                complete[layer] = max(complete.get(layer, 0), when)
+        late = {number for number, when in self._last_write.items() if when % 2 == 0}
+        for number, when in self._last_read.items():
+            layers = self.life.skeleton.storages[number].layers
+            if any(when > complete.get(layer, 0) for layer in layers):
+                late.add(number)
+        return late
 
     def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         number = track.number
@@ -120,6 +145,7 @@ class FirstLoad:
         if accumulates(func, args, int(track.storage._cdata)):
             self._on_read(track, view, func)
         self.expected.setdefault(number, Counter())[part] += 1
+        self._last_write[number] = self._item
         if self.current is not None:
             self.current.writes.append((number, part))
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and func._schema.name in COPY_OPERATORS:
@@ -173,6 +199,7 @@ class FirstLoad:
             provisional, self.expected, self.received, self.casts, self.spread, self.reads_first
         )
         manifest.custom = self.custom or bool(self.raw)
+        manifest.late = self._late()
         self._phase_end("process", time.perf_counter() - started)
         self._close(plan, manifest)
         return out

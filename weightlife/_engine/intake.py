@@ -85,6 +85,8 @@ class Intake:
         self.tensors += 1
         self.nbytes += nbytes
         self._tensor = tensor if known else None
+        if self.session.streamer is not None:
+            self.session.streamer.begin(self.name)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
             self._check_finite(tensor)
 
@@ -110,6 +112,8 @@ class Intake:
                 self.current.digest = digest(self._tensor, dtype)
         self._tensor = None
         self.current = None
+        if self.session.streamer is not None:
+            self.session.streamer.between()
         self.name = ""
 
     def explain(self, error: Exception) -> errors.WeightlifeError | None:
@@ -134,6 +138,8 @@ class Intake:
         Raises:
             DtypeMismatchError, BypassError: it must not, by policy.
         """
+        if self.session.streamer is not None:
+            self.session.streamer.check(track)
         if not self.recording or track.number is None:
             return
         if track.placeholder and self.session.foreign_modes:
@@ -159,6 +165,8 @@ class Intake:
             self._maybe_new_epoch(track, part)
             self._count(track.number, part, track.written[part] + 1)
         track.written[part] += 1
+        if self.session.streamer is not None:
+            self.session.streamer.count(track.number, part, track.written[part])
         track.sequence[part] = (self._sequence, self.calls)
         track.ever.add(part)
         if self.current is not None:
@@ -170,6 +178,8 @@ class Intake:
         Raises:
             BypassError: elements that have no value yet.
         """
+        if self.session.streamer is not None:
+            self.session.streamer.check(track)
         if not self.recording or track.number is None or track.irregular:
             return
         stage = self.session.stage

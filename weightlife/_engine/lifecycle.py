@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import ranks, slots
+from weightlife._engine import ranks, slots, streaming
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import NOTE, SESSION_END, SESSION_START, bus
 from weightlife._engine.first_load import FirstLoad
@@ -27,6 +27,7 @@ from weightlife._engine.manifest import Manifest, expected_from
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton, storage_key
 from weightlife._engine.slots import RESERVED_ATTRIBUTE
+from weightlife._engine.streaming import Unit
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
 from weightlife.report import LoadReport
@@ -108,6 +109,8 @@ class Lifecycle:
         self._passes = 0
         self._pass_thread = 0
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
+        self.late_layers: set[int] = set()  # were seen to be touched after they were complete
+        self._units: tuple[Manifest, list[Unit]] | None = None
         self.votes = ranks.Ballot(host)
         for module in model.modules():
             _owners[module] = weakref.ref(self)
@@ -116,6 +119,8 @@ class Lifecycle:
 
     def __del__(self) -> None:
         """A model that is dropped with a session open, or poisoned, no longer counts for the guard."""
+        if OpenSessions is None:  # the interpreter is going down
+            return
         # The constructor may have raised before these were there.
         OpenSessions.count -= (getattr(self, "session", None) is not None) + bool(
             getattr(self, "poisoned", "")
@@ -141,6 +146,12 @@ class Lifecycle:
         """Module path by id, for messages."""
         layer = self.plan.layers.get(ident)
         return layer.path if layer is not None else ""
+
+    def streamable(self) -> list[Unit]:
+        """Layers that may be processed as soon as they are complete. Found once for each manifest."""
+        if self._units is None or self._units[0] is not self.manifest:
+            self._units = (self.manifest, streaming.units(self))
+        return [unit for unit in self._units[1] if unit.ident not in self.late_layers]
 
     def has_hook(self, ident: int) -> bool:
         """Whether a module is processed by a hook of its own."""

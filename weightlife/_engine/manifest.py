@@ -40,6 +40,7 @@ class Manifest:
     reads_first: set[int] = field(
         default_factory=set
     )  # storages that loaders read before they have written them
+    late: set[int] | None = None  # storages touched again after their layer was complete; None: not known
     custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
 
     def layers(self, skeleton: Skeleton) -> set[int]:

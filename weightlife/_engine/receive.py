@@ -48,6 +48,7 @@ class Track:
     ever: set[Region] = field(default_factory=set)
     irregular: bool = False  # writes that can't be mapped to elements
     raw: bool = False  # its memory was handed out
+    retired: int = 0  # id of the layer that was processed early: nobody may touch this any more
 
     @property
     def current(self) -> torch.UntypedStorage:
@@ -107,9 +108,11 @@ class Receiver(TorchDispatchMode):
         on_write: OnWrite,
         stage: Callable[[Track], None] | None,
         on_read: Callable[[Track, torch.Tensor, Any], None] | None = None,
+        on_retired: Callable[[Track], errors.WeightlifeError] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.index = index
+        self.on_retired = on_retired
         self.on_write = on_write
         self.stage = stage
         self.on_read = on_read
@@ -129,6 +132,8 @@ class Receiver(TorchDispatchMode):
         track = self.index.get(value.untyped_storage()._cdata)
         if track is None:
             return value
+        if track.retired and self.on_retired is not None:
+            raise self.on_retired(track)
         if self.pulling and (track.placeholder or track.stage is not None):
             raise errors.SessionStateError(
                 f"the source reads {track.path} of the model while that is being replaced",

@@ -29,6 +29,7 @@ from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
 from weightlife._engine.receive import CustomOperators, Receiver, Track
 from weightlife._engine.stage import Stage
+from weightlife._engine.streaming import Streamer
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class WeightLoadSession:
         self.idle: set[int] = set()
         self.processed: set[int] = set()
         self.written: dict[int, Any] = {}
+        self.streamer: Streamer | None = None
+        self.kept_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
+        self.early: list[float] = []  # seconds of hooks that ran while receiving
         self.foreign_modes = False  # a client's own dispatch mode stood over a call
         self.kernel_format = operation == "kernel_format"
         self._started = time.perf_counter()
@@ -151,9 +155,38 @@ class WeightLoadSession:
             self.stage.index, self.intake.on_write, self._stage_live, self.intake.on_read
         )
         self.operators = CustomOperators(self.receiver, None)
+        if self._may_stream():
+            self.streamer = Streamer(self)
+            self.receiver.on_retired = self.streamer.refuse
         self.stage.present()
         self.state = State.PREPARED
         self.phase("receive")
+
+    def _may_stream(self) -> bool:
+        """Whether layers may be processed before the finish: the caller says when it ends, and nothing comes twice.
+
+        Beside a whole generation A nothing is gained: raw memory turns into processed memory of the same size.
+        """
+        return (
+            self.explicit
+            and self.settings.isolation == "in_place"
+            and self.report.storage == "pinned"
+            and not self.kernel_format
+            and self.settings.processing == "as_complete"
+            and self.settings.surplus == "strict"
+            and not self.life.manifest.provisional
+        )
+
+    @contextmanager
+    def hooks_run_now(self) -> Iterator[None]:
+        """The inside of a hook that runs while the loader waits: nothing is entered in the ledger."""
+        assert self.operators is not None
+        self.state, self.intake.recording = State.PROCESSING, False
+        try:
+            with self.life.entered(), nullcontext() if self.life.manifest.custom else self.operators:
+                yield
+        finally:
+            self.state, self.intake.recording = State.RECEIVING, True
 
     def _choose_storage(self) -> None:
         wanted = self.settings.storage
@@ -304,6 +337,10 @@ class WeightLoadSession:
         self.stage.note_replaced()
         touched = self.touched()
         completeness.check(self, touched)
+        early: set[int] = set()
+        if self.streamer is not None:
+            early = self.streamer.done
+            self.streamer.close()
         self.state = State.PROCESSING
         if not self.kernel_format:
             # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
@@ -312,7 +349,7 @@ class WeightLoadSession:
             self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
             self.stage.forget_placeholders()
             with self.inside():
-                self._process(wanted)
+                self._process(wanted - early)
             self.stage.put_back_unmade(self.idle)
         self.phase("validate")
         self.state = State.VALIDATING
@@ -389,6 +426,15 @@ class WeightLoadSession:
             self.report.storage_why = (
                 f"{moved[0].path} cannot keep its storage, and nothing outside holds an address"
             )
+        self.require_pinned(settlement)
+
+    def require_pinned(self, settlement: storage.Settlement) -> None:
+        """Hold a settlement against the contract.
+
+        Raises:
+            StorageMovedError: pinned storage moved, and the policy is `strict`.
+        """
+        moved = settlement.moved
         if self.report.storage == "pinned" and moved:
             self.problem(
                 errors.StorageMovedError(
@@ -406,7 +452,7 @@ class WeightLoadSession:
             storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
         # What native code of layers that were not made again still points to stays, too.
         kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
-        life.keep_alive = kept + settlement.keep_alive
+        life.keep_alive = kept + self.kept_alive + settlement.keep_alive
         life.committing = False
         self.phase(None)
         self.state = State.COMMITTED
@@ -430,6 +476,7 @@ class WeightLoadSession:
     def _close(self, outcome: str, touched: set[int]) -> None:
         life, report = self.life, self.report
         report.outcome = outcome
+        self._split_receiving()
         report.seconds = time.perf_counter() - self._started
         report.tensors_received = self.intake.tensors
         report.bytes_received = self.intake.nbytes
@@ -446,7 +493,15 @@ class WeightLoadSession:
         bus.emit(SESSION_END, self.id, report=report, outcome=report.outcome, error=report.error or "")
         if self.stage is not None:
             self.stage.drop()
-        self.stage = self.receiver = self.operators = None
+        self.stage = self.receiver = self.operators = self.streamer = None
+
+    def _split_receiving(self) -> None:
+        """Hooks that ran while receiving are a phase of their own in the report."""
+        for record in self.report.phases if self.early else ():
+            if record.name == "receive":
+                record.seconds -= sum(self.early)
+                self.report.phases.append(PhaseRecord("process_early", sum(self.early), len(self.early)))
+                break
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

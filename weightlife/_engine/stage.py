@@ -177,8 +177,7 @@ class Stage:
         `copy`: the stage begins with A's bytes, for writers that read or write a part.
         """
         if not self.isolated:
-            if int(track.storage._cdata) not in self.undo:
-                self._keep_undo(track)
+            self.keep_undo(track.storage)
             return
         stage = torch.UntypedStorage(track.nbytes, device=track.storage.device)
         track.stage = stage
@@ -194,10 +193,13 @@ class Stage:
         for tensor, _ in track.tensors:
             self._repoint(tensor, stage)
 
-    def _keep_undo(self, track: Track) -> None:
-        whole = view_on(track.storage, torch.uint8, 0, (track.nbytes,), (1,))
-        self.undo[int(track.storage._cdata)] = whole.clone()
-        self.undo_bytes += track.nbytes
+    def keep_undo(self, storage: torch.UntypedStorage) -> None:
+        """Keep the bytes of memory that serves, once."""
+        if int(storage._cdata) not in self.undo:
+            self.undo[int(storage._cdata)] = view_on(
+                storage, torch.uint8, 0, (storage.nbytes(),), (1,)
+            ).clone()
+            self.undo_bytes += storage.nbytes()
 
     @staticmethod
     def _repoint(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -229,6 +231,22 @@ class Stage:
         if not track.written[part]:
             track.written[part] = 1
             track.ever.add(part)
+
+    def retire(self, numbers: list[int]) -> list[torch.Tensor]:
+        """Let go of the placeholders of some storages, which their layer's hook takes over. Returns them.
+
+        The ledger of each storage stays: it is compared with the manifest at finish.
+        """
+        wanted = set(numbers)
+        mine = [i for i in self.placeholders if self.skeleton.tensors[i].storage in wanted]
+        out = [self.placeholders.pop(index) for index in mine]
+        for number in wanted & self.by_number.keys():
+            track = self.by_number[number]
+            if track.placeholder:
+                self.index.pop(int(track.storage._cdata), None)
+                track.storage = torch.UntypedStorage(0)
+                track.retired = -1
+        return out
 
     def forget_placeholders(self) -> None:
         """Let go of model-format memory: from here on only the layers' own slots hold it, until hooks drop it."""

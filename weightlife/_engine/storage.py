@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,11 @@ def describe(tensor: torch.Tensor) -> str:
     )
 
 
+def a_views(stage: Stage) -> dict[int, torch.Tensor]:
+    """Id of each tensor of A (alive in the stage) -> a view of its memory as A has it."""
+    return {id(tensor): view for track in stage.index.values() for tensor, view in track.tensors}
+
+
 class Settler:
     """Pairs the tensors of A and B by path.
 
@@ -113,7 +118,7 @@ class Settler:
     object, a closure of the same code), the comparison goes into them. An opaque owner is taken whole.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, views: dict[int, torch.Tensor] | None = None) -> None:
         self.stage = stage
         self.out = Settlement()
         self._seen: set[tuple[int, int]] = set()
@@ -122,13 +127,20 @@ class Settler:
         self._claims: dict[
             int, list[tuple[int, int, int]]
         ] = {}  # A storage -> byte ranges and who fills them
-        self._a_views = {id(tensor): view for t in stage.index.values() for tensor, view in t.tensors}
+        self._a_views = a_views(stage) if views is None else views
 
     def settle(self) -> Settlement:
         """Compare A (as remembered) with B (as the module tree shows it now)."""
-        stage = self.stage
         self._staged_and_replaced()
-        for ident, before in stage.before.items():
+        return self.settle_only(self.stage.before)
+
+    def settle_only(self, holders: Iterable[int]) -> Settlement:
+        """The same for some holders, without what loaders wrote into memory that serves."""
+        stage = self.stage
+        for ident in holders:
+            before = stage.before.get(ident)
+            if before is None:
+                continue
             holder = stage.holders[ident]
             self._owners = frozenset(holder.owners)
             now = slots.read(holder.obj)
@@ -259,8 +271,11 @@ def commit_pinned(
     settlement: Settlement,
     operators: CustomOperators | None,
     copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None],
+    part: torch.nn.Module | None = None,
 ) -> int:
     """Copy B's values into A's memory and make everything in B look there. Returns the bytes copied.
+
+    `part`: the settlement is of this layer alone.
 
     Nothing here can fail for a reason that was not checked before, short of the device itself failing.
     """
@@ -268,7 +283,7 @@ def commit_pinned(
     with torch.no_grad():
         copy(pairs)
     handed = operators.handed_over if operators is not None else {}
-    b_holders, b_states = slots.walk(stage.model, stage.skip)
+    b_holders, b_states = slots.walk(stage.model if part is None else part, stage.skip)
     seen: set[int] = set()
     for ident, state in b_states.items():
         if slots.is_opaque(b_holders[ident].obj):
@@ -294,7 +309,7 @@ def commit_pinned(
     for module, kind, name, tensor in settlement.rebind:
         container = module._parameters if kind == "param" else module._buffers
         container[name] = tensor  # type: ignore[assignment]
-    for track in stage.index.values():
+    for track in stage.index.values() if part is None else ():
         for tensor, a_view in track.tensors:
             if storage_key(tensor) != storage_key(a_view):
                 tensor.data = a_view

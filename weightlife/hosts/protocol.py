@@ -36,6 +36,9 @@ class Host(Protocol):
     def rerun_deferred(self) -> bool:
         """Whether deferred hooks may run again on a layer in processed state (they read other layers' new values)."""
 
+    def may_process_early(self, layer: torch.nn.Module) -> bool:
+        """Whether a layer's hook may run before `before_processing`, as soon as all of its tensors are there."""
+
     def before_processing(self) -> None:
         """What the host does to the whole model before any hook (re-tying embeddings)."""
 

@@ -72,6 +72,10 @@ class TorchHost:
         """A foreign hook may consume what it processes."""
         return False
 
+    def may_process_early(self, layer: torch.nn.Module) -> bool:
+        """Nothing comes before any hook."""
+        return True
+
     def before_processing(self) -> None:
         """Nothing comes before."""
 

@@ -104,6 +104,12 @@ class VllmHost:
         """The host itself runs them at every reload, also on layers that received nothing."""
         return True
 
+    def may_process_early(self, layer: torch.nn.Module) -> bool:
+        """All but embeddings and heads, which may be tied again first."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        return not isinstance(layer, VocabParallelEmbedding)
+
     def before_processing(self) -> None:
         """Tie the head to the embeddings again where the checkpoint's copies turn out to be equal."""
         try:
