@@ -13,9 +13,9 @@ from _pair import SIDES, Child, ChildError
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODES: Final = [
-    (isolation, storage) for isolation in ("staged", "in_place") for storage in ("pinned", "adopted")
-]
+MODES: Final[list[tuple[str, str, str]]] = [
+    (isolation, storage, "") for isolation in ("staged", "in_place") for storage in ("pinned", "adopted")
+] + [("in_place", "pinned", "no undo")]
 SOURCES: Final = ("path", "iterator")
 CASES: Final = ("startup", "load", "reload")
 GOALS: Final = {"startup": 1.02, "load": 1.15, "reload": 1.3}
@@ -140,11 +140,12 @@ def _reloads(
         if source == "iterator":
             for side in SIDES:
                 children[side].ask("hold", paths=[paths["a"], paths["b"]])
-        for isolation, storage in MODES:
-            plan.say(f"{name}: reload by {source}, {isolation}/{storage}")
-            row = Row(name, "reload", f"{source}, {isolation}, {storage}")
+        for mode in MODES:
+            variant = ", ".join(filter(None, (source, *mode)))
+            plan.say(f"{name}: reload by {variant}")
+            row = Row(name, "reload", variant)
             try:
-                _reload_row(row, children, paths, cold, plan, source, isolation, storage)
+                _reload_row(row, children, paths, cold, plan, source, mode)
             except ChildError as error:
                 row.error = str(error)
                 plan.say(f"{name}: {row.variant}: {row.error}")
@@ -160,13 +161,12 @@ def _reload_row(
     cold: dict[str, str],
     plan: Plan,
     source: str,
-    isolation: str,
-    storage: str,
+    mode: tuple[str, str, str],
 ) -> None:
     """One untimed round (memory of the mode before is let go), the timed ones, and one for memory."""
     for number in range(plan.rounds + 2):
         which, last = "ab"[number % 2], number > plan.rounds
-        arguments = {"path": paths[which], "source": source, "isolation": isolation, "storage": storage}
+        arguments = {"path": paths[which], "source": source, "mode": list(mode)}
         pair = {side: children[side].measure("reload", release=last, **arguments) for side in SIDES}
         if last:
             row.memory = {side: pair[side]["peak_bytes"] for side in SIDES}

@@ -144,10 +144,10 @@ class Engine:
                     tensors += [(name, file.get_tensor(name).clone()) for name in file.keys()]  # noqa: SIM118
         return {"bytes": sum(t.nbytes for _, t in self.held[paths[0]]) if paths else 0}
 
-    def reload(self, path: str, source: str, isolation: str = "", storage: str = "") -> dict[str, Any]:
+    def reload(self, path: str, source: str, mode: list[str]) -> dict[str, Any]:
         """One `reload_weights`, by path or from tensors in memory, and an answer after it."""
         if self.weightlife:
-            self._set_mode(isolation, storage)
+            self._set_mode(*mode)
         if source == "path":
             kwargs: dict[str, Any] = {"weights_path": path}
         else:
@@ -169,16 +169,21 @@ class Engine:
     def _stream(self, path: str) -> Iterator[tuple[str, Any]]:
         yield from self.held[path]
 
-    def _set_mode(self, isolation: str, storage: str) -> None:
-        """Another isolation and storage for the next session on the live model."""
+    def _set_mode(self, isolation: str, storage: str, undo: str) -> None:
+        """Another isolation, storage and undo for the next session on the live model."""
         import weightlife
         from weightlife._engine import lifecycle
         from weightlife._models import find_model
 
-        weightlife.install(isolation=isolation, storage=storage)
+        chosen = {
+            "isolation": isolation,
+            "storage": storage,
+            "undo_budget_bytes": 0 if undo == "no undo" else None,
+        }
+        weightlife.install(**chosen)
         life = lifecycle.of(find_model(self.llm))
         assert life is not None
-        life.settings = life.settings.replace(isolation=isolation, storage=storage)
+        life.settings = life.settings.replace(**chosen)
 
     def answer(self) -> str:
         """Digest of greedy tokens and top-20 log-probabilities: equal weights give equal digests."""
