@@ -188,7 +188,6 @@ class TestClosure:
         _, plan = learn(nn.Sequential(a, b), lambda m: setattr(helper, "calls", 1))
         assert restored(plan, helper) == {("attr", "calls")}
         assert plan.rebuild == set()
-        assert plan.shared_state
 
 
 class TestTensorChange:

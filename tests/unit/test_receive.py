@@ -251,7 +251,7 @@ class TestStream:
         with rig.receiver:
             load(
                 rig.receiver.stream(
-                    weights, lambda name, tensor: events.append(f"begin {name}"), lambda: events.append("end")
+                    weights, lambda name, *_: events.append(f"begin {name}"), lambda: events.append("end")
                 )
             )
         return events

@@ -69,7 +69,7 @@ def _settle_implicit(life: Lifecycle) -> None:
         life.finish("the next batch")
     except Exception as error:  # noqa: BLE001 - raising here would kill the engine; the client's next call learns it
         life.failed = errors.SessionFailedError(
-            f"the update could not be committed: {type(error).__name__}: {error}",
+            f"the update could not be committed: {errors.safe_text(error)}",
             model=life.name,
             session=session.id,
         )

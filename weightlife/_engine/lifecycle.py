@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any
@@ -27,6 +27,7 @@ from weightlife._engine.manifest import Manifest, expected_from
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton, storage_key
 from weightlife._engine.slots import RESERVED_ATTRIBUTE
+from weightlife._engine.turns import Turn
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
 from weightlife.report import LoadReport
@@ -36,22 +37,15 @@ current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session",
 
 _owners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
 _registry: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
+_released: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+"""Models whose lifecycle `uninstall()` took: in kernel format, and no first load any more. What native code of theirs
+points to lives as long as they do."""
 
 
 class OpenSessions:
     """How many sessions are open or models poisoned in this process: the guard's one comparison."""
 
     count = 0
-
-
-def safe_text(error: BaseException | None) -> str:
-    """An exception in words, also where its own `__str__` raises."""
-    if error is None:
-        return ""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a client's exception must not keep an abort from ending
-        return type(error).__name__
 
 
 class Lifecycle:
@@ -103,11 +97,12 @@ class Lifecycle:
         self.reports: deque[LoadReport] = deque(maxlen=32)
         self.contract: dict[tuple[int, slots.Key], Any] = {}
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
-        self._lock = threading.RLock()
+        self.turn = Turn()
         self._owner = ""
         self._passes = 0
         self._pass_thread = 0
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
+        self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
         for module in model.modules():
             _owners[module] = weakref.ref(self)
@@ -169,13 +164,14 @@ class Lifecycle:
             SessionConflictError: another thread is inside now. Both are named.
         """
         me = f"{what} in thread {threading.current_thread().name}"
+        self.turn.bury()
         if self._passes and self._pass_thread == threading.get_ident():
             raise errors.SessionConflictError(
                 f"{what} was called from inside a pass of the model", model=self.name,
                 session=self.session.id if self.session else "",
             )  # fmt: skip
         # A running pass ends by itself: wait for it. Another load is a second owner.
-        if not self._lock.acquire(blocking=bool(self._passes)):
+        if not self.turn.take(blocking=bool(self._passes)):
             raise errors.SessionConflictError(
                 f"{me} met {self._owner or 'another owner'}", model=self.name,
                 session=self.session.id if self.session else "",
@@ -185,13 +181,16 @@ class Lifecycle:
             yield
         finally:
             self._owner = before
-            self._lock.release()
+            self.turn.give_back()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """A forward pass holds the same lock, and waits for a load call that is inside."""
-        with self._lock:
+        """A forward pass takes the same turn, and waits for a load call that is inside."""
+        self.turn.take(blocking=True)
+        try:
             yield
+        finally:
+            self.turn.give_back()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -203,12 +202,9 @@ class Lifecycle:
         finally:
             self._passes -= 1
 
-    def entered(self) -> AbstractContextManager[None]:
-        """Contexts of the first load."""
-        return self._entered()
-
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
+        """Contexts of the first load."""
         with ExitStack() as stack:
             stack.enter_context(self.host.contexts())
             stack.enter_context(self.context.entered())
@@ -241,8 +237,14 @@ class Lifecycle:
         """Prepare a session.
 
         Raises:
-            SessionConflictError: one is open. RefusedLayerError: an update must not begin. Nothing was touched.
+            SessionConflictError: one is open. SessionStateError: the model has not had its first load.
+            RefusedLayerError: an update must not begin. Nothing was touched.
         """
+        if self.first is not None:
+            raise errors.SessionStateError(
+                f"{opened_by}: the model has not had its first load", model=self.name,
+                hint="load it once without a session; what that load does is what updates are held to",
+            )  # fmt: skip
         if self.session is not None or self.is_inside():
             other = self.session
             raise errors.SessionConflictError(
@@ -278,14 +280,18 @@ class Lifecycle:
     @staticmethod
     def text_of(error: BaseException | None) -> str | None:
         """What the report says of an error."""
-        return None if error is None else safe_text(error)
+        return None if error is None else errors.safe_text(error)
 
     def say(self, report: LoadReport) -> None:
-        """One line a session. A logging filter that raises must not undo a commit."""
+        """One line a session."""
+        self.tell(logging.INFO, report.summary_line(), report.session_id)
+
+    def tell(self, level: int, text: str, session: str = "") -> None:
+        """A line in the log. A filter or handler of somebody that raises must not undo a commit, or end a pass."""
         try:
-            self.log.info("%s", report.summary_line())
+            self.log.log(level, "%s", text)
         except Exception as error:  # noqa: BLE001 - telemetry may never break a load
-            bus.emit(NOTE, report.session_id, message=f"the log line failed: {type(error).__name__}")
+            bus.emit(NOTE, session, message=f"the log line failed: {type(error).__name__}")
 
     def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
@@ -295,7 +301,8 @@ class Lifecycle:
             self.refuse_from_source("load_weights")
             return load(weights)
         if self.first is not None:
-            return self.first.receive(load, weights)
+            with self.owned("the first load"):
+                return self.first.receive(load, weights)
         with self.owned("load_weights"):
             failed, self.failed = self.failed, None
             if failed is not None:
@@ -371,11 +378,31 @@ class Lifecycle:
         if session is None:
             return
         if self.unsafe or self.committing:
-            self.poison(f"an update failed where it could not be undone: {safe_text(error)}")
+            self.poison(f"an update failed where it could not be undone: {errors.safe_text(error)}")
         self.committing = False
         if session.intake.tensors:
             self.must_complete = True
         session.abort(error)
+
+    def abort_on_request(self, reason: str) -> bool:
+        """Abort the open session for somebody who did not open it. Returns whether there was one.
+
+        Raises:
+            SessionConflictError: a load call is inside now.
+        """
+        if self.session is None:
+            return False
+        with self.owned("abort"):
+            self.refuse_from_source("abort")
+            if self.is_inside():
+                raise errors.SessionConflictError(
+                    "abort was called by the load that it would end: raise an exception instead",
+                    model=self.name,
+                )
+            text = "aborted on request" + (f": {reason}" if reason else "")
+            was_open = self.session is not None
+            self.abort(errors.SessionFailedError(text, model=self.name))
+            return was_open
 
     def poison(self, reason: str) -> None:
         """There is no generation that may serve: refuse passes until a complete update commits."""
@@ -446,7 +473,7 @@ class Lifecycle:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
-            report.error = safe_text(error)
+            report.error = errors.safe_text(error)
             raise
         finally:
             self.observing = False
@@ -457,7 +484,9 @@ class Lifecycle:
                 report.contract_changes.append(
                     {"path": moved, "kind": "moved", "detail": "first of those that moved"}
                 )
-                self.log.warning("%s: %s is another tensor after %s", self.name, moved, what)
+                self.tell(
+                    logging.WARNING, f"{self.name}: {errors.clean(moved)} is another tensor after {what}"
+                )
             self.reports.append(report)
             bus.emit(
                 SESSION_END, report.session_id, report=report, outcome="observed", error=report.error or ""
@@ -512,13 +541,16 @@ class Lifecycle:
         """What the host wants a caller to know. B serves already: a host that fails here is only heard of."""
         try:
             return self.host.commit_notes()
-        except Exception as error:
-            self.log.exception("the host's notes after a commit failed")
+        except Exception as error:  # noqa: BLE001 - B serves
+            self.tell(
+                logging.ERROR,
+                f"the host's notes after a commit failed: {errors.clean(errors.safe_text(error), 500)}",
+            )
             return [f"the host's notes are missing: {type(error).__name__}"]
 
     def note(self, message: str) -> None:
         """One fact for the log and for listeners."""
-        self.log.warning("%s", errors.clean(message, 2000))
+        self.tell(logging.WARNING, errors.clean(message, 2000))
         bus.emit(NOTE, self.session.id if self.session else "", message=message)
 
 
@@ -550,7 +582,26 @@ def forget(model: torch.nn.Module) -> None:
             found.poisoned = ""
         for handle in found.hooks:
             handle.remove()
+        for module in model.modules():
+            owner = _owners.get(module)
+            if owner is not None and owner() is found:
+                del _owners[module]
         _registry.pop(id(model), None)
 
 
-__all__ = ["Lifecycle", "OpenSessions", "all_lifecycles", "current", "forget", "of", "owner_of"]
+def release(model: torch.nn.Module) -> None:
+    """Forget a model that has been loaded (uninstall): later loads of it are the host's own."""
+    found = of(model)
+    forget(model)
+    if found is not None and found.first is None:
+        _released[model] = [memory for _, memory in found.keep_alive]
+
+
+def released(model: Any) -> bool:
+    """Whether a model was loaded under a weightlife that is uninstalled since."""
+    return isinstance(model, torch.nn.Module) and model in _released
+
+
+__all__ = [
+    "Lifecycle", "OpenSessions", "all_lifecycles", "current", "forget", "of", "owner_of", "release", "released",
+]  # fmt: skip

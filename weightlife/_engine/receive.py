@@ -9,6 +9,7 @@ next tensor as soon as the loader returns.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -116,48 +117,62 @@ class Receiver(TorchDispatchMode):
         self.writes = 0
         self.suspended = False  # a forward pass on A runs from inside the source
         self.trusted = False  # the source is the host's own reader: it never touches the model
-        self.pulling = False
+        self.lost: BaseException | None = None  # what ended a source that was pulled in another thread
+        self._puller = 0  # the thread that is inside the source now (0: none)
+
+    @property
+    def pulling(self) -> bool:
+        """Whether the calling thread is inside the source.
+
+        A loader may pull in a thread of its own, ahead of the one that writes: what that one does is not the source's.
+        """
+        return self._puller == threading.get_ident()
+
+    def _track_of(self, value: Any) -> Track | None:
+        """The track of a tensor argument, or None: no tensor, no memory of its own, not the model's."""
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            return None
+        return self.index.get(value.untyped_storage()._cdata)
+
+    @staticmethod
+    def _on_stage(track: Track, value: torch.Tensor) -> torch.Tensor:
+        """The same elements in generation B's memory, if there is one beside A's."""
+        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
+            return value
+        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
 
     def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor argument, with memory behind it, redirected to generation B where that exists."""
         if isinstance(value, (list, tuple)):
             done = [self.prepare(v, written, func, args) for v in value]
             return type(value)(done) if any(a is not b for a, b in zip(done, value, strict=True)) else value
-        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-            return value
-        track = self.index.get(value.untyped_storage()._cdata)
+        track = self._track_of(value)
         if track is None:
             return value
-        if self.pulling and (track.placeholder or track.stage is not None):
+        if self._puller and self.pulling and (track.placeholder or track.stage is not None):
             raise errors.SessionStateError(
                 f"the source reads {track.path} of the model while that is being replaced",
                 hint="compute what you send before the update begins (a list, not a generator over live weights)",
             )
         if written and self.stage is not None and not track.placeholder and track.stage is None:
             self.stage(track)
-        if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
-            value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        value = self._on_stage(track, value)
         if written:
             self.writes += 1
             self.on_write(track, value, func, args)
         elif self.on_read is not None:
             self.on_read(track, value, func)
-            if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
-                value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+            value = self._on_stage(track, value)  # reading may have made the stage
         return value
 
     def redirect(self, value: Any, written: bool) -> Any:
         """A tensor argument on generation B, without any entry in the ledger."""
-        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-            return value
-        track = self.index.get(value.untyped_storage()._cdata)
+        track = self._track_of(value)
         if track is None:
             return value
         if written and self.stage is not None and not track.placeholder and track.stage is None:
             self._stage_quietly(track)
-        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
-            return value
-        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        return self._on_stage(track, value)
 
     def _stage_quietly(self, track: Track, copy: bool = False) -> None:
         """Stage from a function mode, where this mode is active: making a stage is no write of the loader's."""
@@ -175,25 +190,20 @@ class Receiver(TorchDispatchMode):
 
     def enter(self, value: Any) -> None:
         """A tensor that was written where no mode could see it."""
-        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
-            track = self.index.get(value.untyped_storage()._cdata)
-            if track is not None:
-                self.on_write(track, value, None, ())
+        track = self._track_of(value)
+        if track is not None:
+            self.on_write(track, value, None, ())
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor whose raw memory is asked for: never that of A, and its writes will have to be found."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return tensor
-        track = self.index.get(tensor.untyped_storage()._cdata)
+        track = self._track_of(tensor)
         if track is None:
             return tensor
         if self.stage is not None and not track.placeholder and track.stage is None:
             # Writes can't be seen: the rest must be A's (in place there is no stage, and nothing changes).
             self._stage_quietly(track, copy=True)
         track.raw = True
-        if track.stage is None or tensor.untyped_storage()._cdata == track.stage._cdata:
-            return tensor
-        return view_on(track.stage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return self._on_stage(track, tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -228,26 +238,50 @@ class Receiver(TorchDispatchMode):
     def stream(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
-        begin: Callable[[Any, Any], None],
+        begin: Callable[[Any, Any, bool], None],
         between: Callable[[], None],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The source, item by item. Its own operations are kept out of the mode.
 
-        `begin` sees each name and tensor before the loader does; `between` runs after the loader is done with it.
+        `begin` sees each name and tensor before the loader does, and whether writes that follow belong to it;
+        `between` runs after the loader is done with it. A loader that pulls in a thread of its own writes an earlier
+        tensor meanwhile: then no write belongs to a name, and nobody knows when the loader is done with one.
         """
+        return self._items(weights, begin, between, threading.get_ident())
+
+    def raise_lost(self) -> None:
+        """Raise what ended the source in a thread of the loader's."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _items(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        begin: Callable[[Any, Any, bool], None],
+        between: Callable[[], None],
+        home: int,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         plain = isinstance(weights, (list, tuple))
         source = iter(weights)
         while True:
-            self.pulling = True
+            here = self._puller = threading.get_ident()
             try:
                 item = self._outside(source) if self.trusted and not plain else next(source)
+                self._puller = 0
+                begin(item[0], item[1], here == home)
             except StopIteration:
                 return
+            except BaseException as error:
+                if here != home:
+                    self.lost = (
+                        error  # a thread's exception reaches nobody: the call must not end as if all had come
+                    )
+                raise
             finally:
-                self.pulling = False
-            begin(item[0], item[1])
+                self._puller = 0
             yield item
-            between()
+            if here == home:
+                between()
 
     def _outside(self, source: Iterator[Any]) -> Any:
         """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -147,6 +148,13 @@ class WeightLoadSession:
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
             isolated, life.fill,
         )  # fmt: skip
+        resized = self.stage.resized()
+        if resized is not None:
+            raise errors.RefusedLayerError(
+                f"{resized.path} has another size than the first load left: {resized.nbytes} bytes now",
+                model=life.name, layer=resized.path, session=self.id,
+                hint="a model that was converted after its first load (.half(), .bfloat16()) has to be built again",
+            )  # fmt: skip
         self.receiver = Receiver(
             self.stage.index, self.intake.on_write, self._stage_live, self.intake.on_read
         )
@@ -194,11 +202,14 @@ class WeightLoadSession:
         intake, receiver = self.intake, self.receiver
         assert receiver is not None
         intake.calls += 1
+        intake.sources.clear()
+        intake.unplaced = False
         with self.inside():
             self.state = State.RECEIVING
             intake.recording = True
             try:
-                return load(receiver.stream(weights, intake.begin, intake.end))
+                out = load(receiver.stream(weights, intake.begin, intake.end))
+                receiver.raise_lost()
             except errors.WeightlifeError:
                 raise
             except Exception as error:
@@ -208,6 +219,9 @@ class WeightLoadSession:
                 raise problem from error
             finally:
                 intake.recording = False
+        if intake.unplaced:  # it may stand in the place of a parameter
+            self.note_replaced()
+        return out
 
     @property
     def pulling(self) -> bool:
@@ -276,7 +290,7 @@ class WeightLoadSession:
         self.record(error)
         if policy == "strict":
             raise error
-        self.life.log.warning("%s", error)
+        self.life.tell(logging.WARNING, str(error), self.id)
 
     def record(self, error: errors.WeightlifeError) -> None:
         """A violation for the report and for listeners."""
@@ -301,7 +315,7 @@ class WeightLoadSession:
         assert self.stage is not None
         self.phase("validate")
         self.stage.show_b()
-        self.stage.note_replaced()
+        self.note_replaced()
         touched = self.touched()
         completeness.check(self, touched)
         self.state = State.PROCESSING
@@ -322,6 +336,17 @@ class WeightLoadSession:
         self.phase("copy_back")
         self._commit(settlement, touched)
 
+    def note_replaced(self) -> None:
+        """Enter what a loader replaced instead of writing it."""
+        assert self.stage is not None
+        self.stage.note_replaced()
+        if self.kernel_format:
+            return
+        for path, write in self.stage.note_assigned(self.life.manifest.casts, self.intake.sources).items():
+            entry = self.intake.received.get(path)
+            if entry is not None and not entry.writes:
+                entry.writes.append(write)
+
     def touched(self) -> set[int]:
         """Ids of the modules with a slot on a storage that was written."""
         assert self.stage is not None
@@ -339,6 +364,7 @@ class WeightLoadSession:
         Raises:
             HalfTouchedLayerError, MissingTensorError: they are not.
         """
+        self.note_replaced()
         if not self.life.manifest.provisional:
             error = completeness.missing(self, self.touched())
             if error is not None:
