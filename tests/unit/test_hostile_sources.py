@@ -325,6 +325,7 @@ class TestTails:
 
         with pytest.raises(errors.SessionStateError, match="aborted"):
             update()
+        assert life_of(net).session is None  # the tail is not left open either
         assert serves(net) == "A"
         load(net, B)
         assert serves(net) == "B"

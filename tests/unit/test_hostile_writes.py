@@ -238,6 +238,22 @@ class TestBytes:
         assert net(INPUT).tolist() == [1.0] * 8
 
 
+def test_memory_that_no_load_writes_is_the_hosts_to_exchange() -> None:
+    """A key-value cache is bound after the first load, in another size than the constructor's stub."""
+
+    class Cached(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(0)
+
+    net = Cached()
+    load(net, A)
+    net.cache = cache = torch.ones(64)
+    load(net, B)
+    assert serves(net) == "B"
+    assert net.cache is cache
+
+
 class Wrapper(torch.Tensor):
     """A wrapper subclass: its outer storage has no memory."""
 

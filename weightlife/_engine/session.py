@@ -148,7 +148,7 @@ class WeightLoadSession:
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
             isolated, life.fill,
         )  # fmt: skip
-        resized = self.stage.resized()
+        resized = self.stage.resized(life.manifest.expected)
         if resized is not None:
             raise errors.RefusedLayerError(
                 f"{resized.path} has another size than the first load left: {resized.nbytes} bytes now",
@@ -364,7 +364,6 @@ class WeightLoadSession:
         Raises:
             HalfTouchedLayerError, MissingTensorError: they are not.
         """
-        self.note_replaced()
         if not self.life.manifest.provisional:
             error = completeness.missing(self, self.touched())
             if error is not None:

@@ -8,7 +8,7 @@ is copied, so a pass that comes in the middle of an update costs a few milliseco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,10 +116,18 @@ class Stage:
                 track.tensors.append((value, value.detach()))
                 track.owners |= holder.owners
 
-    def resized(self) -> Track | None:
-        """The first live storage of another size than the constructor's: what a load writes to it is not known."""
-        for number, track in self.by_number.items():
-            if not track.placeholder and track.nbytes != self.skeleton.storages[number].nbytes:
+    def resized(self, numbers: Iterable[int]) -> Track | None:
+        """The first live storage of another size than the constructor's: what a load writes to it is not known.
+
+        `numbers`: of storages that a load writes. Others are the host's to exchange (a key-value cache).
+        """
+        for number in numbers:
+            track = self.by_number.get(number)
+            if (
+                track is not None
+                and not track.placeholder
+                and track.nbytes != self.skeleton.storages[number].nbytes
+            ):
                 return track
         return None
 
