@@ -14,7 +14,7 @@ from tests.toyhost import KINDS, Served, ToyModel, cold, parameter
 from weightlife import errors
 from weightlife._engine import footprint
 from weightlife._engine.footprint import ABSENT, Plan, tensor_change
-from weightlife._engine.receive import WriteObserver
+from weightlife._engine.operators import WriteObserver
 from weightlife._engine.skeleton import Skeleton, Token
 
 NEVER = lambda obj: False  # noqa: E731

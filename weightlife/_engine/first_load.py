@@ -19,7 +19,8 @@ from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSI
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
-from weightlife._engine.receive import CustomOperators, Receiver, Track, WriteObserver, region_of
+from weightlife._engine.operators import CustomOperators, WriteObserver
+from weightlife._engine.receive import Receiver, Track, region_of
 from weightlife._engine.skeleton import dtype_name, own_memory, storage_key
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord
 

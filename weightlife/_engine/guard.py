@@ -103,7 +103,7 @@ def entering(lives: Iterable[Lifecycle], kind: Pass, always: bool = False) -> It
         return
     with ExitStack() as stack:
         for life in lives:
-            stack.enter_context(life.passing())
+            stack.enter_context(life.turn.passing())
             if life.is_inside() and not (life.session is not None and life.session.pulling):
                 continue  # a pass of the load itself (a hook that runs a layer): it sees what is being made
             if kind is Pass.REAL and not life.is_inside():
@@ -114,7 +114,7 @@ def entering(lives: Iterable[Lifecycle], kind: Pass, always: bool = False) -> It
                 if error is not None:
                     raise error
             stack.enter_context(showing_a(life))
-            stack.enter_context(life.running())
+            stack.enter_context(life.turn.running())
         yield
 
 

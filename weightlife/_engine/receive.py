@@ -13,12 +13,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from weightlife import errors
@@ -73,7 +70,7 @@ class _Signature:
 _SIGNATURES: dict[int, tuple[_Signature, Any]] = {}
 
 
-def _signature(func: Any) -> _Signature:
+def signature_of(func: Any) -> _Signature:
     known = _SIGNATURES.get(id(func))
     if known is not None:
         return known[0]
@@ -208,7 +205,7 @@ class Receiver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        signature = _signature(func)
+        signature = signature_of(func)
         if signature.passive or self.suspended:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -319,101 +316,4 @@ def region_of(track: Track, view: torch.Tensor) -> Region | None:
     return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))
 
 
-# Calls that give a tensor's memory away, below any mode.
-_RAW = frozenset(
-    {torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__array__,
-     torch.Tensor.__dlpack__}
-)  # fmt: skip
-
-
-class CustomOperators(TorchFunctionMode):
-    """Sees the host's own C++ operators, half of which never reach a dispatch mode.
-
-    Operators registered as composite implicit run below dispatch. Here their tensor arguments are prepared like
-    those of any other operation, writes that their schema declares are reported, and tensors handed to an operator
-    that returns no tensor (an integer handle, a script object) are remembered: native code may keep their address.
-    """
-
-    def __init__(self, receiver: Receiver | None, on_written: Callable[[torch.Tensor], None] | None) -> None:
-        super().__init__()
-        self.receiver = receiver
-        self.on_written = on_written
-        self.handed_over: dict[int, StorageWeakRef] = {}
-        self.used = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RAW and self.receiver is not None and args and isinstance(args[0], torch.Tensor):
-            return func(self.receiver.hand_out(args[0]), *args[1:], **kwargs)
-        if not isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
-            return func(*args, **kwargs)
-        schema = _packet_schema(func)
-        if schema is None or schema.name.startswith("aten::"):
-            return func(*args, **kwargs)
-        self.used = True
-        declared = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
-        receiver = self.receiver
-        if receiver is not None:
-            args = tuple(receiver.redirect(v, i in declared) for i, v in enumerate(args))
-            kwargs = {k: receiver.redirect(v, False) for k, v in kwargs.items()}
-            seen = receiver.writes
-        out = func(*args, **kwargs)
-        if receiver is not None and receiver.writes == seen:
-            for position in declared:  # a composite operator: the dispatch mode met nothing of it
-                if position < len(args):
-                    receiver.enter(args[position])
-        values = [*args, *kwargs.values()]
-        if not isinstance(out, (torch.Tensor, tuple, list, type(None))):
-            for value in values:
-                if isinstance(value, torch.Tensor) and not value.is_meta:
-                    storage = value.untyped_storage()
-                    self.handed_over[int(storage._cdata)] = StorageWeakRef(storage)
-        if self.on_written is not None:
-            for position in declared:
-                if position < len(args) and isinstance(args[position], torch.Tensor):
-                    self.on_written(args[position])
-        return out
-
-
-@lru_cache(maxsize=1024)
-def _packet_schema(func: Any) -> Any:
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema
-    names = func.overloads()
-    return getattr(func, names[0])._schema if names else None
-
-
-class WriteObserver(TorchDispatchMode):
-    """Notes which of the constructor's storages the first processing writes in place."""
-
-    def __init__(self, table: dict[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.table = table
-        self.written: set[int] = set()
-
-    def note(self, tensor: Any) -> None:
-        """Enter a written tensor."""
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.layout is torch.strided:
-            number = self.table.get(tensor.untyped_storage()._cdata)
-            if number is not None:
-                self.written.add(number)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        signature = _signature(func)
-        for position in signature.writes:
-            if position < len(args):
-                for value in (
-                    args[position] if isinstance(args[position], (list, tuple)) else [args[position]]
-                ):
-                    self.note(value)
-        for name in signature.keyword_writes & kwargs.keys():
-            self.note(kwargs[name])
-        return func(*args, **kwargs)
-
-
-__all__ = ["CustomOperators", "Receiver", "Track", "WriteObserver", "region_of"]
+__all__ = ["Receiver", "Track", "region_of", "signature_of"]

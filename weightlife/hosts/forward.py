@@ -86,7 +86,7 @@ def process_first(model: torch.nn.Module, life: Lifecycle) -> None:
     """
     if life.first is None:
         return
-    with life.passing():
+    with life.turn.passing():
         _process_now(model, life)
 
 
