@@ -16,7 +16,7 @@ from weightlife._version import __version__
 
 if TYPE_CHECKING:
     from weightlife._api import install, last_report, last_reports, observe, status, uninstall
-    from weightlife._session import session, watch, wrap_loader
+    from weightlife._session import abort, session, watch, wrap_loader
 
 _LAZY = {
     "install": "weightlife._api",
@@ -25,13 +25,14 @@ _LAZY = {
     "status": "weightlife._api",
     "last_report": "weightlife._api",
     "last_reports": "weightlife._api",
+    "abort": "weightlife._session",
     "session": "weightlife._session",
     "watch": "weightlife._session",
     "wrap_loader": "weightlife._session",
 }
 
 __all__ = [
-    "__version__", "errors", "install", "last_report", "last_reports", "observe", "session", "status", "uninstall", "watch",
+    "__version__", "abort", "errors", "install", "last_report", "last_reports", "observe", "session", "status", "uninstall", "watch",
     "wrap_loader",
 ]  # fmt: skip
 

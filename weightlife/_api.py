@@ -123,7 +123,7 @@ def uninstall() -> None:
         module = sys.modules.get("weightlife._engine.lifecycle")
         if module is not None:
             for life in module.all_lifecycles():
-                module.forget(life.model)
+                module.release(life.model)
         log = logging.getLogger("weightlife")
         log.setLevel(_logger.pop("level", log.level))
         log.handlers[:] = _logger.pop("handlers", log.handlers)

@@ -35,6 +35,7 @@ __all__ = [
     "names",
     "prose",
     "render",
+    "safe_text",
 ]
 
 NAME_CHARS = 160
@@ -235,3 +236,13 @@ def _take_tensors(result: Parsed, items: list[str]) -> None:
             result.omitted = int(count[1])
         elif item:
             result.tensors.append(_decode(item))
+
+
+def safe_text(error: BaseException | None) -> str:
+    """An exception in words, also where its own ``__str__`` raises; nothing for None."""
+    if error is None:
+        return ""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a client's exception must not keep an abort from ending
+        return type(error).__name__

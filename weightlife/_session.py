@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -36,55 +35,46 @@ def watch(model: torch.nn.Module, host: Host | None = None, **settings: Any) -> 
         settings: override the installed settings for this model.
 
     Raises:
-        ConfigError: an unknown setting. SessionStateError: the model is watched already.
+        ConfigError: an unknown setting. SessionStateError: the model is watched already, or is a part of one that is.
+        HostError: a scripted module, which takes no hooks.
     """
+    import torch
+
     from weightlife._engine import lifecycle
+    from weightlife.hosts import forward
     from weightlife.hosts.torch import TorchHost
 
-    if lifecycle.of(model) is not None:
-        raise errors.SessionStateError("the model is watched already", model=type(model).__name__)
+    _refuse_to_watch(model)
     wanted = _settings().replace(**settings) if settings else _settings()
+    if isinstance(model, torch.jit.ScriptModule):
+        raise errors.HostError(
+            "a scripted module takes no hooks on its forward", model=type(model).__name__,
+            hint="load the module first, and script it then",
+        )  # fmt: skip
     life = lifecycle.Lifecycle(model, host or TorchHost(model), wanted, fill=runtime.fill())
-    _guard_forward(model, life)
+    life.own_mode = settings.get("mode")
+    forward.guard(model, life)
 
 
-def _guard_forward(model: torch.nn.Module, life: Lifecycle) -> None:
-    """A plain module is guarded by hooks on its forward; both are part of no graph that serves."""
-    from contextlib import ExitStack
+def _refuse_to_watch(model: torch.nn.Module) -> None:
+    """One lifecycle for one tree: what two of them own, neither could restore."""
+    from weightlife._engine import lifecycle
 
-    from weightlife._engine import guard
-
-    running = threading.local()
-
-    def enter(*_: Any) -> None:
-        _process_first(model, life)
-        stack = ExitStack()
-        stack.enter_context(guard.entering([life], guard.Pass.REAL, always=True))
-        running.stacks = [*getattr(running, "stacks", []), stack]
-
-    def leave(*_: Any) -> None:
-        stacks = getattr(running, "stacks", [])
-        if stacks:
-            stacks.pop().close()
-
-    life.hooks = [
-        model.register_forward_pre_hook(enter),
-        model.register_forward_hook(leave, always_call=True),
-    ]
-
-
-def _process_first(model: torch.nn.Module, life: Lifecycle) -> None:
-    """The end of a first load that came in chunks: the host's hooks, watched."""
-    from weightlife._engine import processing
-
-    first, host = life.first, life.host
-    if first is None or not first.received:
-        return
-    first.process(
-        lambda: processing.run(
-            model, host, lambda layer: True, lambda layer: True, lambda name: None, lambda *layer: None
-        )
-    )
+    name = type(model).__name__
+    if lifecycle.of(model) is not None:
+        raise errors.SessionStateError("the model is watched already", model=name)
+    owner = lifecycle.owner_of(model)
+    if owner is not None and any(part is model for part in owner.model.modules()):
+        raise errors.SessionStateError(
+            f"{name} is a part of {owner.name}, which is watched", model=owner.name,
+            hint="load it through the whole model: its updates are sessions of that",
+        )  # fmt: skip
+    for path, part in model.named_modules():
+        if lifecycle.of(part) is not None:
+            raise errors.SessionStateError(
+                f"a part of it, {path}, is watched already", model=name, layer=path,
+                hint="watch the whole model before any of its parts is loaded",
+            )  # fmt: skip
 
 
 @overload
@@ -106,6 +96,9 @@ def wrap_loader(loader: Any = None, *, chunked: bool = False, **settings: Any) -
         loader: the function; its first two arguments are the model and an iterable of (name, tensor).
         chunked: a call brings a part, and the next forward pass is the end.
         settings: override the installed settings for models that this loader meets first.
+
+    After `uninstall()` it is the plain loader again for models that it has loaded. `WEIGHTLIFE=0` does not reach it:
+    it is code of yours, not something that was installed.
     """
     if loader is None:
         return functools.partial(_wrap_loader, chunked=chunked, settings=settings)
@@ -116,8 +109,11 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
     @functools.wraps(loader)
     def load(model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
         from weightlife._engine import lifecycle
+        from weightlife.hosts import forward
 
         life = lifecycle.of(model)
+        if life is None and lifecycle.released(model):
+            return loader(model, weights, *args, **kwargs)  # uninstalled since it was loaded
         if life is None:
             watch(model, **settings)
             life = lifecycle.of(model)
@@ -129,8 +125,10 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
         if life.first is not None:
             out = life.load_weights(call, weights)
             if not chunked:
-                _process_first(model, life)
+                forward.process_first(model, life)
             return out
+        if _mode(life) == "observe":
+            return life.observe(loader.__name__, loader, (model, weights, *args), kwargs)
         life.refuse_from_source(loader.__name__)
         explicit = life.session is not None and life.session.explicit
         if chunked or explicit or life.is_inside():
@@ -140,6 +138,11 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
             return life.load_weights(call, weights)
 
     return load
+
+
+def _mode(life: Lifecycle) -> str:
+    """The mode in force for a model: its own, else the installed one, which may change while it lives."""
+    return life.own_mode or (runtime.settings() if runtime.installed() else life.settings).mode
 
 
 class SessionHandle:
@@ -246,3 +249,37 @@ def session(
     if partial is not None:
         Settings().replace(partial_update=partial)  # validates
     return SessionHandle(life, opened_by, partial, source)
+
+
+def abort(target: Any, reason: str = "") -> bool:
+    """End the open update of a model without committing it, whoever began it: the old weights serve.
+
+    For a client that died between two calls and left its session open, or a handle that was lost. The report says
+    that it was aborted on request, and why.
+
+    Args:
+        target: as for `session`; of an `LLM` or engine with workers in other processes every rank is asked.
+        reason: for the report.
+
+    Returns:
+        Whether an update was open (on any rank).
+
+    Raises:
+        SessionConflictError: a load call is inside now, in another thread or as the caller of this one; it can't be
+        stopped from outside. NotInstalledError: the model was built without weightlife. HandshakeError: a worker runs
+        without it.
+    """
+    import torch
+
+    from weightlife._engine import lifecycle
+    from weightlife._models import find_model
+
+    if not isinstance(target, torch.nn.Module):
+        from weightlife.hosts.vllm import remote
+
+        if remote.engine_of(target) is not None:
+            return any(remote.ask(target, "abort", {"reason": reason}))
+    life = lifecycle.of(find_model(target))
+    if life is None:
+        raise errors.NotInstalledError("this model was not built under weightlife")
+    return life.abort_on_request(reason)

@@ -57,7 +57,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from weightlife import _errortext
-from weightlife._errortext import TENSORS_SHOWN, clean, names
+from weightlife._errortext import TENSORS_SHOWN, clean, names, safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -100,6 +100,7 @@ __all__ = [
     "clean",
     "from_message",
     "names",
+    "safe_text",
 ]
 
 _REGISTRY: dict[str, type[WeightlifeError]] = {}

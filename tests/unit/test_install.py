@@ -259,7 +259,7 @@ class TestLateCallers:
             "initialize_model", "process_weights_after_loading", "load_model", "get_model_loader", "reload_weights",
             "initialize_layerwise_reload", "finalize_layerwise_reload", "update_weights", "finish_weight_update",
             "execute_model", "run_on_a", "load_weights", "process_layer", "sleep", "wake_up", "engine_rpc", "engine_step",
-            "after_engine", "after_core",
+            "after_engine",
         ],
     )  # fmt: skip
     def test_wrappers_are_inert_after_uninstall(self, name: str) -> None:

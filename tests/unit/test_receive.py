@@ -21,7 +21,8 @@ from tests.strategies import geometries
 from tests.toyhost import Boom, Served, Snapshot, ToyModel, cold, faults, parameter, poison, unchanged
 from weightlife import errors
 from weightlife._engine.ledger import Region, counts, region
-from weightlife._engine.receive import CustomOperators, Receiver, Sampled, Track, WriteObserver, region_of
+from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
+from weightlife._engine.receive import Receiver, Track, region_of
 from weightlife._engine.skeleton import storage_key, view_on
 
 N = 24
@@ -251,7 +252,7 @@ class TestStream:
         with rig.receiver:
             load(
                 rig.receiver.stream(
-                    weights, lambda name, tensor: events.append(f"begin {name}"), lambda: events.append("end")
+                    weights, lambda name, *_: events.append(f"begin {name}"), lambda: events.append("end")
                 )
             )
         return events

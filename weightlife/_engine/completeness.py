@@ -68,6 +68,8 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
     if session.partial == "forbid":
         kind = errors.MissingTensorError
         message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
+    if not names:  # a loader that takes everything first, or pulls in a thread of its own
+        message = f"{len(short)} weights were not written whole; which tensors they lack is not known"
     return kind(message, model=life.name, layer=layer, tensors=names, session=session.id)
 
 

@@ -26,6 +26,19 @@ class LoadContext:
         """The context of the calling thread."""
         return cls(torch.get_default_dtype(), torch.is_grad_enabled())
 
+    @classmethod
+    @contextmanager
+    def first(cls, inference: bool) -> Iterator[None]:
+        """The context of a first load: the caller's, but without inference mode, whose tensors no reload could write.
+
+        `inference`: the model itself was built under inference mode, so that nothing else could write it now.
+        """
+        if inference or not torch.is_inference_mode_enabled():
+            yield
+            return
+        with cls.current().entered():  # the gradient mode is off there, and stays so
+            yield
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter it: inference mode off, no device context of the caller's."""

@@ -13,7 +13,49 @@ from weightlife._engine.intake import whole
 from weightlife._engine.skeleton import view_on
 
 if TYPE_CHECKING:
+    from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.session import WeightLoadSession
+
+
+def restore(session: WeightLoadSession, touched: set[int]) -> set[int]:
+    """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
+    life, stage = session.life, session.stage
+    assert stage is not None
+    rebuild = life.plan.rebuild
+    loaded = life.manifest.layers(life.skeleton) if not life.manifest.provisional else touched
+    derived = {i for i in rebuild - loaded - touched if has_hook(life, i)}
+    session.idle = (rebuild & loaded) - touched
+    if session.refresh:
+        fresh = {i for i in session.idle if life.plan.refreshable(i, life.skeleton)}
+        session.idle -= fresh
+        derived |= fresh
+    # What has neither a hook nor weights of its own (a quant method that is a module) follows the layer above it.
+    followers = rebuild - loaded - touched - derived
+    session.idle |= {i for i in followers if _nearest_hooked(life, i) in session.idle}
+    stage.put_back(session.idle)
+    if session.idle:
+        session.report.notes.append(
+            f"{len(session.idle)} rebuilt layers were not touched and stay as they were"
+        )
+    unwritten(session, touched | derived | (followers - session.idle))
+    return touched | derived
+
+
+def has_hook(life: Lifecycle, ident: int) -> bool:
+    """Whether a module is processed by a hook of its own."""
+    module = life.skeleton.holders[ident].obj
+    return life.host.layer_hook(module) is not None or life.host.is_deferred(module) or module is life.model
+
+
+def _nearest_hooked(life: Lifecycle, ident: int) -> int:
+    """The nearest module above one that has a hook (-1: none)."""
+    path = life.layer_path(ident)
+    while path:
+        path = path.rpartition(".")[0]
+        for other, layer in life.plan.layers.items():
+            if layer.path == path and has_hook(life, other):
+                return other
+    return -1
 
 
 def unwritten(session: WeightLoadSession, layers: set[int], numbers: list[int] | None = None) -> None:

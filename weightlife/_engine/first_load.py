@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightlife._engine import footprint, ledger
+from weightlife import errors
+from weightlife._engine import footprint, ledger, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, bus
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
-from weightlife._engine.receive import CustomOperators, Receiver, Sampled, Track, WriteObserver, region_of
+from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
+from weightlife._engine.receive import Receiver, Track, region_of
+from weightlife._engine.skeleton import dtype_name, own_memory, storage_key
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class FirstLoad:
         self._item = 0  # how many tensors have come; what happens after the last one counts as one more
         self._last_write: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
+        self.sources: set[int] = set()  # storages of the tensors that came
         self.tensors = 0
         self.nbytes = 0
         rank, world = life.host.rank()
@@ -52,11 +56,24 @@ class FirstLoad:
             isolation="none", isolation_why="nothing served before", storage="adopted",
             storage_why="the host's own allocation", versions=life.host.versions(),
         )  # fmt: skip
+        self.failed = ""  # what ended the last call, until its tensor has come again
+        self._failed_name = ""
+        self._name = ""
+        self.dead = ""  # processing failed half way: nothing can be made of this model any more
         self._started = time.perf_counter()
         bus.emit(SESSION_START, self.report.session_id, report=self.report)
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Run the host's loader with every write entered in the ledger."""
+        """Run the host's loader with every write entered in the ledger.
+
+        Raises:
+            SessionStateError: an earlier call's processing failed. Else what the loader raises.
+        """
+        if self.dead:
+            raise errors.SessionStateError(
+                f"the first load's processing failed half way: {self.dead}", model=self.life.name,
+                hint="build the model again, and load that one",
+            )  # fmt: skip
         index: dict[int, Track] = {}
         skeleton = self.life.skeleton
         for key, number in skeleton.table().items():
@@ -69,9 +86,9 @@ class FirstLoad:
         operators = CustomOperators(receiver, None)
         sampled = Sampled(operators)
 
-        def begin(name: Any, tensor: Any) -> None:
+        def begin(name: Any, tensor: Any, followed: bool) -> None:
             sampled.begin(str(name))
-            self._begin(name, tensor)
+            self._begin(name, tensor, followed)
 
         def end() -> None:
             sampled.end()
@@ -80,9 +97,18 @@ class FirstLoad:
         self._phase("receive")
         started = time.perf_counter()
         try:
-            with sampled, receiver:
-                return load(receiver.stream(weights, begin, end))
+            with LoadContext.first(skeleton.inference), sampled, receiver:
+                out = load(receiver.stream(weights, begin, end))
+            receiver.raise_lost()
+            if not self._failed_name:
+                self.failed = ""
+            self._note_assigned()
+            return out
+        except BaseException as error:
+            self.failed, self._failed_name = errors.safe_text(error), self._name
+            raise
         finally:
+            self._name = ""
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
             self._phase_end("receive", time.perf_counter() - started)
@@ -102,12 +128,17 @@ class FirstLoad:
             self.reads_first.add(number)
             self.life.skeleton.keep_unwritten(number, None)
 
-    def _begin(self, name: Any, tensor: Any) -> None:
+    def _begin(self, name: Any, tensor: Any, followed: bool) -> None:
         nbytes = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
-        self.current = self.received[str(name)] = Received(
-            shape, str(getattr(tensor, "dtype", "")).removeprefix("torch."), nbytes
-        )
+        entry = Received(shape, str(getattr(tensor, "dtype", "")).removeprefix("torch."), nbytes)
+        self.received[str(name)] = entry
+        self._name = str(name)
+        if self._name == self._failed_name:
+            self._failed_name = ""
+        self.current = entry if followed else None
+        if isinstance(tensor, torch.Tensor):
+            self.sources.add(storage_key(tensor) or 0)
         self.tensors += 1
         self._item += 1
         self.nbytes += nbytes
@@ -165,6 +196,26 @@ class FirstLoad:
                 self.expected.setdefault(made.storage, Counter())[
                     ledger.region(made.offset, made.shape, made.stride)
                 ] += 1
+        self._note_assigned()
+
+    def _note_assigned(self) -> None:
+        """Slots in which the loader put a tensor of its own count as written whole, under their own name."""
+        skeleton = self.life.skeleton
+        for holder, key, index in skeleton.module_slots():
+            made = skeleton.tensors[index]
+            now = slots.own(holder.obj, key)
+            if now is None or now is made.ref() or made.storage in self.expected:
+                continue
+            if tuple(now.shape) != made.shape or skeleton.storage_of(now) is not None:
+                continue  # of another kind, or tied to another tensor of the model
+            own_memory(now, self.sources)
+            part = ledger.region(made.offset, made.shape, made.stride)
+            self.expected[made.storage] = Counter({part: 1})
+            if now.dtype != made.dtype:
+                self.casts.add((made.storage, dtype_name(now)))
+            entry = self.received.get(slots.step(holder.path, key))
+            if entry is not None and not entry.writes:
+                entry.writes.append((made.storage, part))
 
     def process(self, call: Callable[[], Any]) -> Any:
         """Run the host's whole processing, then learn what it changed."""
@@ -172,7 +223,7 @@ class FirstLoad:
         self._phase("process")
         started = time.perf_counter()
         self._note_replaced()
-        provisional = not self.expected
+        provisional = not (self.expected or self.irregular or self.raw)
         if not provisional:
             for number in range(len(skeleton.storages)):
                 written = self.expected.get(number)
@@ -186,8 +237,12 @@ class FirstLoad:
                     skeleton.keep_unwritten(number, book.mask())
         life.context = LoadContext.current()
         observer = WriteObserver(skeleton.table())
-        with CustomOperators(None, observer.note), observer:
-            out = call()
+        try:
+            with LoadContext.first(skeleton.inference), CustomOperators(None, observer.note), observer:
+                out = call()
+        except BaseException as error:
+            self.dead = errors.safe_text(error)
+            raise
         plan = footprint.learn(skeleton, life.model, observer.written)
         if not provisional:
             for number in range(len(skeleton.storages)):

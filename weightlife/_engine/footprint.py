@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from weightlife._engine import slots
-from weightlife._engine.skeleton import Composite, Skeleton, Token, storage_key, tokens
+from weightlife._engine.skeleton import (
+    INFERENCE,
+    Composite,
+    Skeleton,
+    Token,
+    is_inference,
+    storage_key,
+    tokens,
+)
 
 
 class _Absent:
@@ -44,7 +52,6 @@ class Plan:
     restore: Restore = field(default_factory=dict)
     layers: dict[int, LayerPlan] = field(default_factory=dict)
     rebuilt_storages: set[int] = field(default_factory=set)
-    shared_state: list[str] = field(default_factory=list)
 
     @property
     def rebuild(self) -> set[int]:
@@ -128,11 +135,14 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
     """
     plan = Plan()
     reasons: dict[int, str] = {}
+    unwritable: set[int] = set()
     module_ids = {id(module) for module in model.modules()}
     for ident, holder in skeleton.holders.items():
         before = skeleton.states[ident]
         after = slots.read(holder.obj)
         restore: dict[slots.Key, Any] = {}
+        if any(isinstance(value, torch.Tensor) and is_inference(value) for value in after.values()):
+            unwritable |= holder.owners
         for key in [*before, *(key for key in after if key not in before)]:
             was, now = before.get(key, ABSENT), after.get(key, ABSENT)
             why: str | None
@@ -149,8 +159,6 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
                 _note(reasons, holder, f"{slots.step('', key)} {why}")
         if restore:
             plan.restore[ident] = restore
-            if len(holder.owners) > 1 and not holder.is_module:
-                plan.shared_state.append(holder.path)
     _close_over_storages(skeleton, plan, reasons)
     paths = {id(module): name for name, module in model.named_modules()}
     for ident, holder in skeleton.holders.items():
@@ -160,6 +168,8 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
                 plan.layers[ident] = LayerPlan(path, "rebuild", reasons[ident])
             elif any(isinstance(value, Token) for value in skeleton.states[ident].values()):
                 plan.layers[ident] = LayerPlan(path, "direct", "processing changed nothing")
+    for ident in unwritable & module_ids:
+        plan.layers[ident] = LayerPlan(paths[ident], "refuse", f"it holds a tensor {INFERENCE}")
     for path, why in skeleton.unsupported.items():
         owner = _owner_of(skeleton, path)
         if owner in module_ids:

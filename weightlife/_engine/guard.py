@@ -69,7 +69,7 @@ def _settle_implicit(life: Lifecycle) -> None:
         life.finish("the next batch")
     except Exception as error:  # noqa: BLE001 - raising here would kill the engine; the client's next call learns it
         life.failed = errors.SessionFailedError(
-            f"the update could not be committed: {type(error).__name__}: {error}",
+            f"the update could not be committed: {errors.safe_text(error)}",
             model=life.name,
             session=session.id,
         )
@@ -103,7 +103,7 @@ def entering(lives: Iterable[Lifecycle], kind: Pass, always: bool = False) -> It
         return
     with ExitStack() as stack:
         for life in lives:
-            stack.enter_context(life.passing())
+            stack.enter_context(life.turn.passing())
             if life.is_inside() and not (life.session is not None and life.session.pulling):
                 continue  # a pass of the load itself (a hook that runs a layer): it sees what is being made
             if kind is Pass.REAL and not life.is_inside():
@@ -114,7 +114,7 @@ def entering(lives: Iterable[Lifecycle], kind: Pass, always: bool = False) -> It
                 if error is not None:
                     raise error
             stack.enter_context(showing_a(life))
-            stack.enter_context(life.running())
+            stack.enter_context(life.turn.running())
         yield
 
 

@@ -20,7 +20,7 @@ from weightlife._engine import manifest as manifests
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
 from weightlife._engine.receive import Track, region_of
-from weightlife._engine.skeleton import view_on
+from weightlife._engine.skeleton import storage_key, view_on
 
 if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
@@ -64,6 +64,8 @@ class Intake:
         self.calls = 0
         self.epochs = 1
         self.recording = False
+        self.sources: set[int] = set()  # storages of the tensors that this call brought
+        self.unplaced = False  # it brought one that no write belongs to
         self._tensor: torch.Tensor | None = None
         self._sequence = 0
         self._units: dict[int, int] = {}  # storage number -> unit of layers that share storages
@@ -74,23 +76,38 @@ class Intake:
 
     # -- the stream --------------------------------------------------------------------------------------------
 
-    def begin(self, name: Any, tensor: Any) -> None:
-        """A source tensor is about to be handed to the loader."""
-        self.name = str(name)
+    def begin(self, name: Any, tensor: Any, followed: bool = True) -> None:
+        """A source tensor is about to be handed to the loader. `followed`: the writes that come next are its."""
+        text = str(name)
         known = isinstance(tensor, torch.Tensor)
         nbytes = tensor.numel() * tensor.element_size() if known else 0
         shape = tuple(tensor.shape) if known else ()
         dtype = str(tensor.dtype).removeprefix("torch.") if known else type(tensor).__name__
-        self.current = self.received[self.name] = Received(shape, dtype, nbytes)
+        entry = self.received[text] = Received(shape, dtype, nbytes)
         self.tensors += 1
         self.nbytes += nbytes
-        self._tensor = tensor if known else None
+        if known:
+            self.sources.add(storage_key(tensor) or 0)
+        self.unplaced = self.unplaced or not followed
+        if followed:
+            self.name, self.current, self._tensor = text, entry, tensor if known else None
+        elif known:
+            self._remember_partner(text, entry, tensor)  # there is no later moment
         if self.session.streamer is not None:
-            self.session.streamer.begin(self.name)
+            self.session.streamer.begin(text)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
-            self._check_finite(tensor)
+            self._check_finite(text, tensor)
 
-    def _check_finite(self, tensor: torch.Tensor) -> None:
+    def _named(self) -> list[str]:
+        return [self.name] if self.name else []
+
+    def _remember_partner(self, name: str, entry: Received, tensor: torch.Tensor) -> None:
+        life = self.session.life
+        canonical = life.aliases.get(name)
+        if canonical is not None:
+            entry.digest = digest(tensor, life.skeleton.tensors[life.skeleton.named(canonical)].dtype)
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         # 8-bit floats have no isfinite kernel everywhere; bfloat16 represents all of their values.
         wide = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)
         if bool(torch.isfinite(wide).all()):
@@ -98,18 +115,16 @@ class Intake:
         self.session.problem(
             errors.NonFiniteError(
                 "a received tensor holds NaN or infinity",
-                model=self.session.life.name, tensors=[self.name], session=self.session.id,
+                model=self.session.life.name, tensors=[name], session=self.session.id,
             ),
             self.session.settings.nonfinite,
         )  # fmt: skip
 
     def end(self) -> None:
         """The loader is done with it."""
+        self.unplaced = self.unplaced or self.current is None or not self.current.writes
         if self.current is not None and not self.current.writes and self._tensor is not None:
-            canonical = self.session.life.aliases.get(self.name)
-            if canonical is not None:
-                dtype = self.session.life.skeleton.tensors[self.session.life.skeleton.named(canonical)].dtype
-                self.current.digest = digest(self._tensor, dtype)
+            self._remember_partner(self.name, self.current, self._tensor)
         self._tensor = None
         self.current = None
         if self.session.streamer is not None:
@@ -124,8 +139,8 @@ class Intake:
             return None
         problem = errors.ShapeMismatchError(
             f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
-            f"{type(error).__name__} {error}",
-            model=session.life.name, tensors=[self.name], session=session.id,
+            f"{errors.safe_text(error)}",
+            model=session.life.name, tensors=self._named(), session=session.id,
         )  # fmt: skip
         session.record(problem)
         return problem
@@ -146,7 +161,7 @@ class Intake:
             # Such a mode (a sparse update) turns copies into changes of the storage that serves, and finds none here.
             raise errors.BypassError(
                 "a dispatch mode of the caller stands over the load, and this layer is rebuilt",
-                model=self.session.life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+                model=self.session.life.name, layer=track.path, tensors=self._named(), session=self.session.id,
                 hint="send whole tensors for layers whose weights are processed",
             )  # fmt: skip
         self._check_cast(track, view, func, args)
@@ -154,7 +169,7 @@ class Intake:
         if part is None:
             raise errors.BypassError(
                 f"{track.path} is written in pieces smaller than its elements, which can't be accounted for",
-                model=self.session.life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+                model=self.session.life.name, layer=track.path, tensors=self._named(), session=self.session.id,
             )  # fmt: skip
         if part.numel == 0:
             return
@@ -214,7 +229,7 @@ class Intake:
             name = "an operation" if func is None else func._schema.name
             raise errors.BypassError(
                 f"{name} reads elements of {track.path} that this update has not written",
-                model=self.session.life.name, layer=track.path, tensors=[self.name] if self.name else [],
+                model=self.session.life.name, layer=track.path, tensors=self._named(),
                 session=self.session.id, hint="write them first; a delta of processed weights cannot be applied",
             )  # fmt: skip
 
@@ -298,7 +313,7 @@ class Intake:
             return
         raise errors.ShapeMismatchError(
             f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
-            model=life.name, layer=track.path, tensors=[self.name], session=self.session.id,
+            model=life.name, layer=track.path, tensors=self._named(), session=self.session.id,
         )  # fmt: skip
 
     def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
@@ -317,7 +332,7 @@ class Intake:
                 session.problem(
                     errors.DtypeMismatchError(
                         f"a {source} tensor for a {target} weight: quantised data in the wrong place",
-                        model=session.life.name, layer=track.path, tensors=[self.name], session=session.id,
+                        model=session.life.name, layer=track.path, tensors=self._named(), session=session.id,
                     ),
                     session.settings.casts,
                 )  # fmt: skip

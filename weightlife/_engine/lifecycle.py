@@ -3,59 +3,40 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
 from weightlife import errors
-from weightlife._engine import ranks, slots, streaming
+from weightlife._engine import contract, ranks, registry, slots, streaming
 from weightlife._engine.contexts import LoadContext
-from weightlife._engine.events import NOTE, SESSION_END, SESSION_START, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest, expected_from
+from weightlife._engine.registry import (
+    OpenSessions,
+    all_lifecycles,
+    current,
+    forget,
+    of,
+    owner_of,
+    release,
+    released,
+)
 from weightlife._engine.session import WeightLoadSession
-from weightlife._engine.skeleton import Skeleton, storage_key
-from weightlife._engine.slots import RESERVED_ATTRIBUTE
+from weightlife._engine.skeleton import Skeleton
 from weightlife._engine.streaming import Unit
+from weightlife._engine.telling import Teller
+from weightlife._engine.turns import Turn
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
 from weightlife.report import LoadReport
 
-current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session", default=None)
-"""The session that the running call belongs to: set only while a call is inside the lifecycle."""
 
-_owners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
-_registry: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
-
-
-class OpenSessions:
-    """How many sessions are open or models poisoned in this process: the guard's one comparison."""
-
-    count = 0
-
-
-def safe_text(error: BaseException | None) -> str:
-    """An exception in words, also where its own `__str__` raises."""
-    if error is None:
-        return ""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a client's exception must not keep an abort from ending
-        return type(error).__name__
-
-
-class Lifecycle:
+class Lifecycle(Teller):
     """Everything that weightlife keeps for one model. Lives on the model itself, so it dies with it.
 
     Args:
@@ -75,11 +56,10 @@ class Lifecycle:
         fill: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self.name = type(model).__name__
+        super().__init__(type(model).__name__)
         self.host = host
         self.settings = settings
         self.fill = fill
-        self.log = logging.getLogger("weightlife")
         self.status = "loading"
         self.observed: str | None = host.observe_reason()
         self.skeleton: Skeleton
@@ -101,21 +81,15 @@ class Lifecycle:
         self.unsafe = False
         self.committing = False
         self.generation = 0
-        self.reports: deque[LoadReport] = deque(maxlen=32)
         self.contract: dict[tuple[int, slots.Key], Any] = {}
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
-        self._lock = threading.RLock()
-        self._owner = ""
-        self._passes = 0
-        self._pass_thread = 0
+        self.turn = Turn()
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self._units: tuple[Manifest, list[Unit]] | None = None
+        self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
-        for module in model.modules():
-            _owners[module] = weakref.ref(self)
-        vars(model)[RESERVED_ATTRIBUTE] = self
-        _registry[id(model)] = self
+        registry.enter(self, model)
 
     def __del__(self) -> None:
         """A model that is dropped with a session open, or poisoned, no longer counts for the guard."""
@@ -153,73 +127,19 @@ class Lifecycle:
             self._units = (self.manifest, streaming.units(self))
         return [unit for unit in self._units[1] if unit.ident not in self.late_layers]
 
-    def has_hook(self, ident: int) -> bool:
-        """Whether a module is processed by a hook of its own."""
-        module = self.skeleton.holders[ident].obj
-        return (
-            self.host.layer_hook(module) is not None or self.host.is_deferred(module) or module is self.model
-        )
-
-    def nearest_hooked(self, ident: int) -> int:
-        """The nearest module above one that has a hook (-1: none)."""
-        path = self.layer_path(ident)
-        while path:
-            path = path.rpartition(".")[0]
-            for other, layer in self.plan.layers.items():
-                if layer.path == path and self.has_hook(other):
-                    return other
-        return -1
-
     # -- entering ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def owned(self, what: str) -> Iterator[None]:
+    def owned(self, what: str) -> AbstractContextManager[None]:
         """One caller at a time; the same thread may re-enter.
 
         Raises:
-            SessionConflictError: another thread is inside now. Both are named.
+            SessionConflictError: another thread is inside now (both are named), or a pass of this one.
         """
-        me = f"{what} in thread {threading.current_thread().name}"
-        if self._passes and self._pass_thread == threading.get_ident():
-            raise errors.SessionConflictError(
-                f"{what} was called from inside a pass of the model", model=self.name,
-                session=self.session.id if self.session else "",
-            )  # fmt: skip
-        # A running pass ends by itself: wait for it. Another load is a second owner.
-        if not self._lock.acquire(blocking=bool(self._passes)):
-            raise errors.SessionConflictError(
-                f"{me} met {self._owner or 'another owner'}", model=self.name,
-                session=self.session.id if self.session else "",
-            )  # fmt: skip
-        before, self._owner = self._owner, me
-        try:
-            yield
-        finally:
-            self._owner = before
-            self._lock.release()
+        return self.turn.owned(what, self.name, self.session.id if self.session else "")
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """A forward pass holds the same lock, and waits for a load call that is inside."""
-        with self._lock:
-            yield
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The length of the pass itself. Use it inside `passing()`."""
-        self._passes += 1
-        self._pass_thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._passes -= 1
-
-    def entered(self) -> AbstractContextManager[None]:
+    def entered(self) -> Iterator[None]:
         """Contexts of the first load."""
-        return self._entered()
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.host.contexts())
             stack.enter_context(self.context.entered())
@@ -252,8 +172,14 @@ class Lifecycle:
         """Prepare a session.
 
         Raises:
-            SessionConflictError: one is open. RefusedLayerError: an update must not begin. Nothing was touched.
+            SessionConflictError: one is open. SessionStateError: the model has not had its first load.
+            RefusedLayerError: an update must not begin. Nothing was touched.
         """
+        if self.first is not None:
+            raise errors.SessionStateError(
+                f"{opened_by}: the model has not had its first load", model=self.name,
+                hint="load it once without a session; what that load does is what updates are held to",
+            )  # fmt: skip
         if self.session is not None or self.is_inside():
             other = self.session
             raise errors.SessionConflictError(
@@ -286,18 +212,6 @@ class Lifecycle:
         self.reports.append(session.report)
         self.say(session.report)
 
-    @staticmethod
-    def text_of(error: BaseException | None) -> str | None:
-        """What the report says of an error."""
-        return None if error is None else safe_text(error)
-
-    def say(self, report: LoadReport) -> None:
-        """One line a session. A logging filter that raises must not undo a commit."""
-        try:
-            self.log.info("%s", report.summary_line())
-        except Exception as error:  # noqa: BLE001 - telemetry may never break a load
-            bus.emit(NOTE, report.session_id, message=f"the log line failed: {type(error).__name__}")
-
     def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
         if self.status == "observed":
@@ -306,7 +220,8 @@ class Lifecycle:
             self.refuse_from_source("load_weights")
             return load(weights)
         if self.first is not None:
-            return self.first.receive(load, weights)
+            with self.owned("the first load"):
+                return self.first.receive(load, weights)
         with self.owned("load_weights"):
             failed, self.failed = self.failed, None
             if failed is not None:
@@ -315,7 +230,9 @@ class Lifecycle:
             if session is None:
                 changed = self.contract_changed()
                 if changed is not None:
-                    return self.stand_aside(changed, load, weights)
+                    # A client with a lifecycle of its own: its load runs as it is, and the report says so.
+                    why = f"{changed} was re-created by the caller"
+                    return self.observe("load_weights", load, (weights,), {}, why)
                 session = self.open("load_weights", "implicit", False, self.settings.partial_update)
             token = current.set(session)
             try:
@@ -382,11 +299,31 @@ class Lifecycle:
         if session is None:
             return
         if self.unsafe or self.committing:
-            self.poison(f"an update failed where it could not be undone: {safe_text(error)}")
+            self.poison(f"an update failed where it could not be undone: {errors.safe_text(error)}")
         self.committing = False
         if session.intake.tensors:
             self.must_complete = True
         session.abort(error)
+
+    def abort_on_request(self, reason: str) -> bool:
+        """Abort the open session for somebody who did not open it. Returns whether there was one.
+
+        Raises:
+            SessionConflictError: a load call is inside now.
+        """
+        if self.session is None:
+            return False
+        with self.owned("abort"):
+            self.refuse_from_source("abort")
+            if self.is_inside():
+                raise errors.SessionConflictError(
+                    "abort was called by the load that it would end: raise an exception instead",
+                    model=self.name,
+                )
+            text = "aborted on request" + (f": {reason}" if reason else "")
+            was_open = self.session is not None
+            self.abort(errors.SessionFailedError(text, model=self.name))
+            return was_open
 
     def poison(self, reason: str) -> None:
         """There is no generation that may serve: refuse passes until a complete update commits."""
@@ -400,37 +337,15 @@ class Lifecycle:
         self.abort(errors.SessionFailedError(reason, model=self.name))
         self.poison(reason)
 
-    # -- the contract ------------------------------------------------------------------------------------------
+    # -- somebody else at work on the model --------------------------------------------------------------------
 
     def seal(self) -> None:
         """Remember which tensor stands in every slot that a load writes or that processing makes."""
-        self.contract = self._slots(self.model.modules())
-
-    def _slots(self, modules: Iterable[torch.nn.Module]) -> dict[tuple[int, slots.Key], Any]:
-        # Parameters, and buffers that are rebuilt. Others are the model's own business: the first forward pass with
-        # YaRN replaces the rotary cache, and is no client at work.
-        return {
-            (id(module), key): (id(value), storage_key(value), value.shape)
-            for module in modules
-            for key, value in slots.read(module).items()
-            if isinstance(value, torch.Tensor)
-            and (key[0] == "param" or (key[0] == "buffer" and key in self.plan.restore.get(id(module), {})))
-        }
+        self.contract = contract.read(self, self.model.modules())
 
     def contract_changed(self, only: torch.nn.Module | None = None) -> str | None:
         """The first slot that no longer holds what was sealed, or None: somebody else is at work on the model."""
-        modules = list(self.model.modules()) if only is None else [only]
-        now = self._slots(modules)
-        wanted = {id(module) for module in modules}
-        sealed = {key: value for key, value in self.contract.items() if key[0] in wanted}
-        for key in [*sealed, *(key for key in now if key not in sealed)]:
-            if now.get(key) != sealed.get(key):
-                return slots.step(self.layer_path(key[0]), key[1])
-        return None
-
-    def stand_aside(self, changed: str, load: Callable[[Any], Any], weights: Any) -> Any:
-        """A client with a lifecycle of its own re-created parameters: its load runs as it is, and the report says so."""
-        return self.observe("load_weights", load, (weights,), {}, f"{changed} was re-created by the caller")
+        return contract.changed(self, only)
 
     def observe(
         self,
@@ -441,39 +356,7 @@ class Lifecycle:
         why: str = "",
     ) -> Any:
         """Run a load of the host's own and change nothing: time, outcome, and what moved go into a report."""
-        if self.observing:
-            return call(*args, **kwargs)
-        report = LoadReport(
-            session_id=uuid.uuid4().hex[:12], model=self.name, operation="reload", opened_by=what,
-            generation=self.generation, versions=self.host.versions(), outcome="observed",
-            started_at=datetime.now(timezone.utc).isoformat(),
-            notes=[f"the host's own path: {why or self.observed or 'mode is observe'}"],
-        )  # fmt: skip
-        if not why:
-            self.seal()  # else it stays what it was: the caller is followed until his parameters are back
-        bus.emit(SESSION_START, report.session_id, report=report)
-        started = time.perf_counter()
-        self.observing = True
-        try:
-            return call(*args, **kwargs)
-        except BaseException as error:
-            report.error = safe_text(error)
-            raise
-        finally:
-            self.observing = False
-            report.seconds = time.perf_counter() - started
-            moved = None if why else self.contract_changed()
-            if moved is not None:
-                self.seal()
-                report.contract_changes.append(
-                    {"path": moved, "kind": "moved", "detail": "first of those that moved"}
-                )
-                self.log.warning("%s: %s is another tensor after %s", self.name, moved, what)
-            self.reports.append(report)
-            bus.emit(
-                SESSION_END, report.session_id, report=report, outcome="observed", error=report.error or ""
-            )
-            self.say(report)
+        return contract.observe(self, what, call, args, kwargs, why)
 
     def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
         """Compare this rank's outcome with the others'.
@@ -519,49 +402,7 @@ class Lifecycle:
             received = dict(session.intake.received)
             self.manifest = Manifest(False, expected_from(received, written), received)
 
-    def notes_after_commit(self) -> list[str]:
-        """What the host wants a caller to know. B serves already: a host that fails here is only heard of."""
-        try:
-            return self.host.commit_notes()
-        except Exception as error:
-            self.log.exception("the host's notes after a commit failed")
-            return [f"the host's notes are missing: {type(error).__name__}"]
 
-    def note(self, message: str) -> None:
-        """One fact for the log and for listeners."""
-        self.log.warning("%s", errors.clean(message, 2000))
-        bus.emit(NOTE, self.session.id if self.session else "", message=message)
-
-
-def of(model: Any) -> Lifecycle | None:
-    """The lifecycle of a model, if it has one."""
-    if not isinstance(model, torch.nn.Module):
-        return None
-    found = vars(model).get(RESERVED_ATTRIBUTE)
-    return found if isinstance(found, Lifecycle) else None
-
-
-def owner_of(layer: torch.nn.Module) -> Lifecycle | None:
-    """The lifecycle of the model that a layer is part of."""
-    found = _owners.get(layer)
-    return None if found is None else found()
-
-
-def all_lifecycles() -> list[Lifecycle]:
-    """Every live model's lifecycle in this process."""
-    return list(_registry.values())
-
-
-def forget(model: torch.nn.Module) -> None:
-    """Remove the lifecycle of a model (uninstall)."""
-    found = vars(model).pop(RESERVED_ATTRIBUTE, None)
-    if isinstance(found, Lifecycle):
-        if found.poisoned:
-            OpenSessions.count -= 1
-            found.poisoned = ""
-        for handle in found.hooks:
-            handle.remove()
-        _registry.pop(id(model), None)
-
-
-__all__ = ["Lifecycle", "OpenSessions", "all_lifecycles", "current", "forget", "of", "owner_of"]
+__all__ = [
+    "Lifecycle", "OpenSessions", "all_lifecycles", "current", "forget", "of", "owner_of", "release", "released",
+]  # fmt: skip

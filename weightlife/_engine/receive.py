@@ -9,16 +9,13 @@ next tensor as soon as the loader returns.
 
 from __future__ import annotations
 
-import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from weightlife import errors
@@ -74,7 +71,7 @@ class _Signature:
 _SIGNATURES: dict[int, tuple[_Signature, Any]] = {}
 
 
-def _signature(func: Any) -> _Signature:
+def signature_of(func: Any) -> _Signature:
     known = _SIGNATURES.get(id(func))
     if known is not None:
         return known[0]
@@ -120,50 +117,64 @@ class Receiver(TorchDispatchMode):
         self.writes = 0
         self.suspended = False  # a forward pass on A runs from inside the source
         self.trusted = False  # the source is the host's own reader: it never touches the model
-        self.pulling = False
+        self.lost: BaseException | None = None  # what ended a source that was pulled in another thread
+        self._puller = 0  # the thread that is inside the source now (0: none)
+
+    @property
+    def pulling(self) -> bool:
+        """Whether the calling thread is inside the source.
+
+        A loader may pull in a thread of its own, ahead of the one that writes: what that one does is not the source's.
+        """
+        return self._puller == threading.get_ident()
+
+    def _track_of(self, value: Any) -> Track | None:
+        """The track of a tensor argument, or None: no tensor, no memory of its own, not the model's."""
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            return None
+        return self.index.get(value.untyped_storage()._cdata)
+
+    @staticmethod
+    def _on_stage(track: Track, value: torch.Tensor) -> torch.Tensor:
+        """The same elements in generation B's memory, if there is one beside A's."""
+        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
+            return value
+        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
 
     def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor argument, with memory behind it, redirected to generation B where that exists."""
         if isinstance(value, (list, tuple)):
             done = [self.prepare(v, written, func, args) for v in value]
             return type(value)(done) if any(a is not b for a, b in zip(done, value, strict=True)) else value
-        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-            return value
-        track = self.index.get(value.untyped_storage()._cdata)
+        track = self._track_of(value)
         if track is None:
             return value
         if track.retired and self.on_retired is not None:
             raise self.on_retired(track)
-        if self.pulling and (track.placeholder or track.stage is not None):
+        if self._puller and self.pulling and (track.placeholder or track.stage is not None):
             raise errors.SessionStateError(
                 f"the source reads {track.path} of the model while that is being replaced",
                 hint="compute what you send before the update begins (a list, not a generator over live weights)",
             )
         if written and self.stage is not None and not track.placeholder and track.stage is None:
             self.stage(track)
-        if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
-            value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        value = self._on_stage(track, value)
         if written:
             self.writes += 1
             self.on_write(track, value, func, args)
         elif self.on_read is not None:
             self.on_read(track, value, func)
-            if track.stage is not None and value.untyped_storage()._cdata != track.stage._cdata:
-                value = view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+            value = self._on_stage(track, value)  # reading may have made the stage
         return value
 
     def redirect(self, value: Any, written: bool) -> Any:
         """A tensor argument on generation B, without any entry in the ledger."""
-        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-            return value
-        track = self.index.get(value.untyped_storage()._cdata)
+        track = self._track_of(value)
         if track is None:
             return value
         if written and self.stage is not None and not track.placeholder and track.stage is None:
             self._stage_quietly(track)
-        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
-            return value
-        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        return self._on_stage(track, value)
 
     def _stage_quietly(self, track: Track, copy: bool = False) -> None:
         """Stage from a function mode, where this mode is active: making a stage is no write of the loader's."""
@@ -181,30 +192,25 @@ class Receiver(TorchDispatchMode):
 
     def enter(self, value: Any) -> None:
         """A tensor that was written where no mode could see it."""
-        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
-            track = self.index.get(value.untyped_storage()._cdata)
-            if track is not None:
-                self.on_write(track, value, None, ())
+        track = self._track_of(value)
+        if track is not None:
+            self.on_write(track, value, None, ())
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor whose raw memory is asked for: never that of A, and its writes will have to be found."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return tensor
-        track = self.index.get(tensor.untyped_storage()._cdata)
+        track = self._track_of(tensor)
         if track is None:
             return tensor
         if self.stage is not None and not track.placeholder and track.stage is None:
             # Writes can't be seen: the rest must be A's (in place there is no stage, and nothing changes).
             self._stage_quietly(track, copy=True)
         track.raw = True
-        if track.stage is None or tensor.untyped_storage()._cdata == track.stage._cdata:
-            return tensor
-        return view_on(track.stage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return self._on_stage(track, tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        signature = _signature(func)
+        signature = signature_of(func)
         if signature.passive or self.suspended:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -234,26 +240,50 @@ class Receiver(TorchDispatchMode):
     def stream(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
-        begin: Callable[[Any, Any], None],
+        begin: Callable[[Any, Any, bool], None],
         between: Callable[[], None],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The source, item by item. Its own operations are kept out of the mode.
 
-        `begin` sees each name and tensor before the loader does; `between` runs after the loader is done with it.
+        `begin` sees each name and tensor before the loader does, and whether writes that follow belong to it;
+        `between` runs after the loader is done with it. A loader that pulls in a thread of its own writes an earlier
+        tensor meanwhile: then no write belongs to a name, and nobody knows when the loader is done with one.
         """
+        return self._items(weights, begin, between, threading.get_ident())
+
+    def raise_lost(self) -> None:
+        """Raise what ended the source in a thread of the loader's."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _items(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        begin: Callable[[Any, Any, bool], None],
+        between: Callable[[], None],
+        home: int,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         plain = isinstance(weights, (list, tuple))
         source = iter(weights)
         while True:
-            self.pulling = True
+            here = self._puller = threading.get_ident()
             try:
                 item = self._outside(source) if self.trusted and not plain else next(source)
+                self._puller = 0
+                begin(item[0], item[1], here == home)
             except StopIteration:
                 return
+            except BaseException as error:
+                if here != home:
+                    self.lost = (
+                        error  # a thread's exception reaches nobody: the call must not end as if all had come
+                    )
+                raise
             finally:
-                self.pulling = False
-            begin(item[0], item[1])
+                self._puller = 0
             yield item
-            between()
+            if here == home:
+                between()
 
     def _outside(self, source: Iterator[Any]) -> Any:
         """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business.
@@ -291,141 +321,4 @@ def region_of(track: Track, view: torch.Tensor) -> Region | None:
     return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))
 
 
-# Calls that give a tensor's memory away, below any mode.
-_RAW = frozenset(
-    {torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__array__,
-     torch.Tensor.__dlpack__}
-)  # fmt: skip
-
-
-class CustomOperators(TorchFunctionMode):
-    """Sees the host's own C++ operators, half of which never reach a dispatch mode.
-
-    Operators registered as composite implicit run below dispatch. Here their tensor arguments are prepared like
-    those of any other operation, writes that their schema declares are reported, and tensors handed to an operator
-    that returns no tensor (an integer handle, a script object) are remembered: native code may keep their address.
-    """
-
-    def __init__(self, receiver: Receiver | None, on_written: Callable[[torch.Tensor], None] | None) -> None:
-        super().__init__()
-        self.receiver = receiver
-        self.on_written = on_written
-        self.handed_over: dict[int, StorageWeakRef] = {}
-        self.used = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RAW and self.receiver is not None and args and isinstance(args[0], torch.Tensor):
-            return func(self.receiver.hand_out(args[0]), *args[1:], **kwargs)
-        if not isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
-            return func(*args, **kwargs)
-        schema = _packet_schema(func)
-        if schema is None or schema.name.startswith("aten::"):
-            return func(*args, **kwargs)
-        self.used = True
-        declared = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
-        receiver = self.receiver
-        if receiver is not None:
-            args = tuple(receiver.redirect(v, i in declared) for i, v in enumerate(args))
-            kwargs = {k: receiver.redirect(v, False) for k, v in kwargs.items()}
-            seen = receiver.writes
-        out = func(*args, **kwargs)
-        if receiver is not None and receiver.writes == seen:
-            for position in declared:  # a composite operator: the dispatch mode met nothing of it
-                if position < len(args):
-                    receiver.enter(args[position])
-        values = [*args, *kwargs.values()]
-        if not isinstance(out, (torch.Tensor, tuple, list, type(None))):
-            for value in values:
-                if isinstance(value, torch.Tensor) and not value.is_meta:
-                    storage = value.untyped_storage()
-                    self.handed_over[int(storage._cdata)] = StorageWeakRef(storage)
-        if self.on_written is not None:
-            for position in declared:
-                if position < len(args) and isinstance(args[position], torch.Tensor):
-                    self.on_written(args[position])
-        return out
-
-
-class Sampled:
-    """Holds a function mode off for source names of which two alike were watched.
-
-    Every `.data` and `.shape` of a parameter goes through a function mode: 71,159 calls and 80 ms for 2,304 expert
-    tensors, all loaded by the same lines. Names are alike that differ in numbers only. Use it as a context.
-    """
-
-    def __init__(self, mode: TorchFunctionMode) -> None:
-        self.mode = mode
-        self._seen: Counter[str] = Counter()
-        self._off = False
-
-    def __enter__(self) -> Sampled:
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.end()
-        self.mode.__exit__(*error)
-
-    def begin(self, name: str) -> None:
-        """A tensor of this name is about to be loaded."""
-        kind = _NUMBER.sub("#", name)
-        self._seen[kind] += 1
-        depth = torch._C._len_torch_function_stack()
-        on_top = depth and torch._C._get_function_stack_at(depth - 1) is self.mode
-        if self._seen[kind] > 2 and on_top and not self._off:
-            torch._C._pop_torch_function_stack()
-            self._off = True
-
-    def end(self) -> None:
-        """It was loaded."""
-        if self._off:
-            torch._C._push_on_torch_function_stack(self.mode)
-            self._off = False
-
-
-_NUMBER = re.compile(r"\d+")
-
-
-@lru_cache(maxsize=1024)
-def _packet_schema(func: Any) -> Any:
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema
-    names = func.overloads()
-    return getattr(func, names[0])._schema if names else None
-
-
-class WriteObserver(TorchDispatchMode):
-    """Notes which of the constructor's storages the first processing writes in place."""
-
-    def __init__(self, table: dict[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.table = table
-        self.written: set[int] = set()
-
-    def note(self, tensor: Any) -> None:
-        """Enter a written tensor."""
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.layout is torch.strided:
-            number = self.table.get(tensor.untyped_storage()._cdata)
-            if number is not None:
-                self.written.add(number)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        signature = _signature(func)
-        for position in signature.writes:
-            if position < len(args):
-                for value in (
-                    args[position] if isinstance(args[position], (list, tuple)) else [args[position]]
-                ):
-                    self.note(value)
-        for name in signature.keyword_writes & kwargs.keys():
-            self.note(kwargs[name])
-        return func(*args, **kwargs)
-
-
-__all__ = ["CustomOperators", "Receiver", "Sampled", "Track", "WriteObserver", "region_of"]
+__all__ = ["Receiver", "Track", "region_of", "signature_of"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +13,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, processing, storage
+from weightlife._engine import completeness, fill, operators, processing, storage
 from weightlife._engine.events import (
     LAYER_PROCESSED,
     PHASE_END,
@@ -27,7 +27,8 @@ from weightlife._engine.events import (
 )
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
-from weightlife._engine.receive import CustomOperators, Receiver, Track
+from weightlife._engine.operators import CustomOperators
+from weightlife._engine.receive import Receiver
 from weightlife._engine.stage import Stage
 from weightlife._engine.streaming import Streamer
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
@@ -144,15 +145,25 @@ class WeightLoadSession:
                 model=life.name, layer=refused[0].path, session=self.id,
             )  # fmt: skip
         self.phase("prepare")
-        self._choose_storage()
+        storage.choose(self)
         isolated = self.settings.isolation == "staged"
         self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"
         self.stage = Stage(
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
             isolated, life.fill,
         )  # fmt: skip
+        resized = self.stage.resized(life.manifest.expected)
+        if resized is not None:
+            raise errors.RefusedLayerError(
+                f"{resized.path} has another size than the first load left: {resized.nbytes} bytes now",
+                model=life.name, layer=resized.path, session=self.id,
+                hint="a model that was converted after its first load (.half(), .bfloat16()) has to be built again",
+            )  # fmt: skip
         self.receiver = Receiver(
-            self.stage.index, self.intake.on_write, self._stage_live, self.intake.on_read
+            self.stage.index,
+            self.intake.on_write,
+            lambda track: storage.before_first_write(self, track),
+            self.intake.on_read,
         )
         self.operators = CustomOperators(self.receiver, None)
         if self._may_stream():
@@ -188,38 +199,6 @@ class WeightLoadSession:
         finally:
             self.state, self.intake.recording = State.RECEIVING, True
 
-    def _choose_storage(self) -> None:
-        wanted = self.settings.storage
-        why = self.life.host.adoptable() if wanted == "adopted" else None
-        if why is not None:
-            raise errors.NotAdoptableError(why, model=self.life.name, session=self.id)
-        self.report.storage = "adopted" if wanted == "adopted" else "pinned"
-        self.report.storage_why = "the setting" if wanted != "auto" else "the default: addresses stay valid"
-
-    def _stage_live(self, track: Track) -> None:
-        """Before the first write to memory that serves."""
-        stage = self.stage
-        assert stage is not None
-        hooks = self.state is State.PROCESSING
-        if (
-            hooks
-            and self._phase is not None
-            and self._phase[0] == "process_model"
-            and track.owners & self.idle
-        ):
-            raise errors.DoubleProcessingError(
-                "the model's hook changes a layer that this update did not touch: it is processed already",
-                model=self.life.name, layer=track.path, session=self.id,
-                hint="send a complete update: this model can't take a partial one",
-            )  # fmt: skip
-        budget = self.settings.undo_budget_bytes
-        if not stage.isolated and budget is not None and not stage.has_undo(track):
-            if stage.undo_bytes + track.nbytes > budget:
-                self.life.unsafe = True  # no way back from here: a failure poisons
-                return
-        # A hook may write a part of a storage, or read it first: outside of receiving the rest is A's.
-        stage.stage_live(track, copy=not self.intake.recording)
-
     # -- receive -----------------------------------------------------------------------------------------------
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -227,11 +206,14 @@ class WeightLoadSession:
         intake, receiver = self.intake, self.receiver
         assert receiver is not None
         intake.calls += 1
+        intake.sources.clear()
+        intake.unplaced = False
         with self.inside():
             self.state = State.RECEIVING
             intake.recording = True
             try:
-                return load(receiver.stream(weights, intake.begin, intake.end))
+                out = load(receiver.stream(weights, intake.begin, intake.end))
+                receiver.raise_lost()
             except errors.WeightlifeError:
                 raise
             except Exception as error:
@@ -241,6 +223,9 @@ class WeightLoadSession:
                 raise problem from error
             finally:
                 intake.recording = False
+        if intake.unplaced:  # it may stand in the place of a parameter
+            self.note_replaced()
+        return out
 
     @property
     def pulling(self) -> bool:
@@ -255,7 +240,7 @@ class WeightLoadSession:
         self.stage.show_b()
         with ExitStack() as stack:
             stack.enter_context(self.life.entered())
-            stack.enter_context(self._below_foreign_modes())
+            stack.enter_context(self._observed())
             try:
                 yield
             except BaseException as error:
@@ -266,28 +251,16 @@ class WeightLoadSession:
                 raise
 
     @contextmanager
-    def _below_foreign_modes(self) -> Iterator[None]:
-        """Observe below a client's own dispatch modes: they must meet the model's real storages first."""
+    def _observed(self) -> Iterator[None]:
+        """Writes are seen, below a client's own dispatch modes."""
         assert self.receiver is not None and self.operators is not None
-        foreign = []
-        while torch._C._len_torch_dispatch_stack():
-            foreign.append(_pop_mode())
-        self.foreign_modes = self.foreign_modes or bool(foreign)
-        try:
-            # Custom operators and raw memory are looked for where hooks run, and in loaders that were seen to use
-            # them: every `.data` and `.shape` of 2,304 expert tensors through a function mode is 70 ms.
-            watched = self.state is State.PROCESSING or self.life.manifest.custom
-            with self.operators if watched else nullcontext(), self.receiver:
-                for mode in reversed(foreign):
-                    _push_mode(mode)
-                try:
-                    yield
-                finally:
-                    for _ in foreign:
-                        _pop_mode()
-        finally:
-            for mode in reversed(foreign):
-                _push_mode(mode)
+        # Custom operators and raw memory are looked for where hooks run, and in loaders that were seen to use
+        # them: every `.data` and `.shape` of 2,304 expert tensors through a function mode is 70 ms.
+        watched = self.state is State.PROCESSING or self.life.manifest.custom
+        with operators.below_foreign_modes() as foreign:
+            self.foreign_modes = self.foreign_modes or bool(foreign)
+            with self.operators if watched else nullcontext(), self.receiver, operators.again(foreign):
+                yield
 
     def write_directly(self, call: Callable[[], Any]) -> Any:
         """Run a call of the host that writes parameters itself, without a loader. Use it `inside()`."""
@@ -309,7 +282,7 @@ class WeightLoadSession:
         self.record(error)
         if policy == "strict":
             raise error
-        self.life.log.warning("%s", error)
+        self.life.tell(logging.WARNING, str(error), self.id)
 
     def record(self, error: errors.WeightlifeError) -> None:
         """A violation for the report and for listeners."""
@@ -334,7 +307,7 @@ class WeightLoadSession:
         assert self.stage is not None
         self.phase("validate")
         self.stage.show_b()
-        self.stage.note_replaced()
+        self.note_replaced()
         touched = self.touched()
         completeness.check(self, touched)
         early: set[int] = set()
@@ -344,7 +317,7 @@ class WeightLoadSession:
         self.state = State.PROCESSING
         if not self.kernel_format:
             # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
-            wanted = self._restore_unwritten(touched)
+            wanted = fill.restore(self, touched)
             self.processed = wanted
             self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
             self.stage.forget_placeholders()
@@ -354,10 +327,21 @@ class WeightLoadSession:
         self.phase("validate")
         self.state = State.VALIDATING
         settlement = storage.Settler(self.stage).settle()
-        self._check_contract(settlement)
+        storage.check(self, settlement)
         self.life.vote(True, self)
         self.phase("copy_back")
         self._commit(settlement, touched)
+
+    def note_replaced(self) -> None:
+        """Enter what a loader replaced instead of writing it."""
+        assert self.stage is not None
+        self.stage.note_replaced()
+        if self.kernel_format:
+            return
+        for path, write in self.stage.note_assigned(self.life.manifest.casts, self.intake.sources).items():
+            entry = self.intake.received.get(path)
+            if entry is not None and not entry.writes:
+                entry.writes.append(write)
 
     def touched(self) -> set[int]:
         """Ids of the modules with a slot on a storage that was written."""
@@ -381,29 +365,6 @@ class WeightLoadSession:
             if error is not None:
                 raise error
 
-    def _restore_unwritten(self, touched: set[int]) -> set[int]:
-        """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
-        life, stage = self.life, self.stage
-        assert stage is not None
-        rebuild = life.plan.rebuild
-        loaded = life.manifest.layers(life.skeleton) if not life.manifest.provisional else touched
-        derived = {i for i in rebuild - loaded - touched if life.has_hook(i)}
-        self.idle = (rebuild & loaded) - touched
-        if self.refresh:
-            fresh = {i for i in self.idle if life.plan.refreshable(i, life.skeleton)}
-            self.idle -= fresh
-            derived |= fresh
-        # What has neither a hook nor weights of its own (a quant method that is a module) follows the layer above it.
-        followers = rebuild - loaded - touched - derived
-        self.idle |= {i for i in followers if life.nearest_hooked(i) in self.idle}
-        stage.put_back(self.idle)
-        if self.idle:
-            self.report.notes.append(
-                f"{len(self.idle)} rebuilt layers were not touched and stay as they were"
-            )
-        fill.unwritten(self, touched | derived | (followers - self.idle))
-        return touched | derived
-
     def _process(self, wanted: set[int]) -> None:
         life = self.life
         idle_deferred = [m for m in life.model.modules() if id(m) in self.idle and life.host.is_deferred(m)]
@@ -417,32 +378,6 @@ class WeightLoadSession:
             self.phase,
             lambda path, hook, seconds: bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds),
         )  # fmt: skip
-
-    def _check_contract(self, settlement: storage.Settlement) -> None:
-        self.report.contract_changes = [change.to_dict() for change in settlement.changes]
-        moved = settlement.moved
-        if moved and self.settings.storage == "auto" and self.life.host.adoptable() is None:
-            self.report.storage = "adopted"
-            self.report.storage_why = (
-                f"{moved[0].path} cannot keep its storage, and nothing outside holds an address"
-            )
-        self.require_pinned(settlement)
-
-    def require_pinned(self, settlement: storage.Settlement) -> None:
-        """Hold a settlement against the contract.
-
-        Raises:
-            StorageMovedError: pinned storage moved, and the policy is `strict`.
-        """
-        moved = settlement.moved
-        if self.report.storage == "pinned" and moved:
-            self.problem(
-                errors.StorageMovedError(
-                    f"{len(moved)} tensors cannot keep their storage; first {moved[0].path}: {moved[0].detail}",
-                    model=self.life.name, layer=moved[0].path, session=self.id,
-                ),
-                self.settings.contract,
-            )  # fmt: skip
 
     def _commit(self, settlement: storage.Settlement, touched: set[int]) -> None:
         stage, life = self.stage, self.life
@@ -470,7 +405,7 @@ class WeightLoadSession:
                 self.stage.revert()
         self.phase(None)
         self.state = State.ABORTED
-        self.report.error = self.life.text_of(error)
+        self.report.error = None if error is None else errors.safe_text(error)
         self._close("poisoned" if self.life.poisoned else outcome, touched)
 
     def _close(self, outcome: str, touched: set[int]) -> None:

@@ -29,6 +29,9 @@ from weightlife._engine import slots
 SMALL_BYTES = 64 * 1024
 
 
+INFERENCE = "made under torch.inference_mode(), and can't be written outside of it: use torch.no_grad()"
+
+
 @dataclass(frozen=True)
 class Token:
     """Stands in a remembered state for a tensor: its number in the skeleton."""
@@ -125,6 +128,23 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, UninitializedTensorMixin)
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """A dtype as manifests write it: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def own_memory(tensor: torch.Tensor, sources: set[int]) -> None:
+    """Copy what a loader took from its sender as it is: the sender may reuse it, and a commit must not write into it."""
+    if not is_inference(tensor) and storage_key(tensor) in sources:
+        with torch.inference_mode(False):
+            tensor.data = tensor.detach().clone()
+
+
+def is_inference(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made under inference mode: nothing outside of it may write it."""
+    return not is_uninitialized(tensor) and tensor.is_inference()
+
+
 def _has_memory(storage: torch.UntypedStorage) -> bool:
     try:
         return storage.nbytes() == 0 or storage.data_ptr() != 0
@@ -200,13 +220,15 @@ class Skeleton:
         if index is None:
             index = self._add(value, path)
             if index is None:
-                self.unsupported[path] = "a lazily shaped, meta or sparse tensor"
+                self.unsupported[path] = (
+                    INFERENCE if is_inference(value) else "a lazily shaped, meta or sparse tensor"
+                )
                 return value
         self.storages[self.tensors[index].storage].layers |= holder.owners
         return Token(index)
 
     def _add(self, tensor: torch.Tensor, path: str) -> int | None:
-        key = storage_key(tensor)
+        key = None if is_inference(tensor) else storage_key(tensor)
         if key is None:
             return None
         number = self._by_storage.get(key)
@@ -256,6 +278,18 @@ class Skeleton:
             if made.path == path:
                 return index
         raise KeyError(path)
+
+    def module_slots(self) -> Iterator[tuple[slots.Holder, slots.Key, int]]:
+        """Every parameter and buffer slot that the constructor filled: its module, its key, its tensor's number."""
+        for ident, state in self.states.items():
+            for key, value in state.items():
+                if key[0] in ("param", "buffer") and isinstance(value, Token):
+                    yield self.holders[ident], key, value.index
+
+    @property
+    def inference(self) -> bool:
+        """Whether the model was built under inference mode."""
+        return INFERENCE in self.unsupported.values()
 
     def aliases(self) -> dict[str, str]:
         """Names under which a parameter is held a second time, and the first: ties."""

@@ -35,6 +35,9 @@ _ATOMS = (
     types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout,
 )  # fmt: skip
 
+# What they stand for may be gone, and then even `isinstance` raises. Who holds one does not own what is behind it.
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
 # A host object further away from a module than this was never part of its weight state in any of the 22
 # families of the prototype; the deepest that mattered sat at 4 (module, quant method, scheme, kernel, tensor).
 MAX_DEPTH = 5
@@ -62,6 +65,12 @@ def is_opaque(obj: Any) -> bool:
     old object makes the old one free the new resource (a crash, met with matmul handles on a CPU).
     """
     return hasattr(type(obj), "__del__")
+
+
+def own(module: Any, key: Key) -> torch.Tensor | None:
+    """The tensor in a module's parameter or buffer slot now, or None."""
+    value = vars(module)[_CONTAINERS[key[0]]].get(key[1])
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _slot_names(obj: Any) -> tuple[str, ...]:
@@ -93,7 +102,7 @@ def read(obj: Any) -> State:
                 state[kind, name] = value
         state["set", "_non_persistent_buffers_set"] = frozenset(own["_non_persistent_buffers_set"])
         for name, value in own.items():
-            if name not in _TORCH_INTERNALS and name != RESERVED_ATTRIBUTE:
+            if name not in _TORCH_INTERNALS and name != RESERVED_ATTRIBUTE and type(value) not in _PROXIES:
                 state["attr", name] = value
     elif isinstance(obj, dict):
         for name, value in obj.items():
@@ -129,9 +138,19 @@ def read(obj: Any) -> State:
     return state
 
 
+def _dict_of(obj: Any) -> dict[str, Any] | None:
+    """An object's attributes, or None. Lazy objects and proxies may raise whatever they like when looked at."""
+    try:
+        found = obj.__dict__
+    except Exception:  # noqa: BLE001 - an object that can't be looked at has no slots
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _read_attributes(obj: Any, state: State) -> None:
-    for name, value in getattr(obj, "__dict__", {}).items():
-        state["attr", name] = value
+    for name, value in (_dict_of(obj) or {}).items():
+        if type(value) not in _PROXIES:
+            state["attr", name] = value
     for name in _slot_names(obj):
         try:
             state["slot", name] = object.__getattribute__(obj, name)
@@ -254,7 +273,7 @@ def differing(before: State, after: State) -> list[Key]:
 
 
 def _descends(value: Any) -> bool:
-    if isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
+    if type(value) in _PROXIES or isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
         return False
     if isinstance(value, (list, dict, set, deque)):
         # Empty ones too: what a hook puts in later is the difference that must be found.
@@ -270,7 +289,7 @@ def _descends(value: Any) -> bool:
     # Objects of torch itself (operators, streams, groups, compiled callables) are not weight state.
     if (type(value).__module__ or "").partition(".")[0] == "torch":
         return False
-    return hasattr(value, "__dict__") or bool(_slot_names(value))
+    return _dict_of(value) is not None or bool(_slot_names(value))
 
 
 def step(path: str, key: Key) -> str:

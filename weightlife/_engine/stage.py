@@ -8,16 +8,25 @@ is copied, so a pass that comes in the middle of an update costs a few milliseco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from weightlife._engine import slots
 from weightlife._engine.footprint import ABSENT, Plan, live_numbers
-from weightlife._engine.ledger import region
+from weightlife._engine.ledger import Region, region
 from weightlife._engine.receive import Track
-from weightlife._engine.skeleton import Composite, Skeleton, Token, copied, storage_key, view_on
+from weightlife._engine.skeleton import (
+    Composite,
+    Skeleton,
+    Token,
+    copied,
+    dtype_name,
+    own_memory,
+    storage_key,
+    view_on,
+)
 
 
 def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:
@@ -68,7 +77,6 @@ class Stage:
         self.skip = skip
         self.isolated = isolated
         self.fill = fill
-        self.staged_bytes = 0
         self.showing_b = False
         self.index: dict[int, Track] = {}
         self.placeholders: dict[int, torch.Tensor] = {}  # tensor number -> placeholder
@@ -107,6 +115,21 @@ class Stage:
                         self.by_number[number] = track
                 track.tensors.append((value, value.detach()))
                 track.owners |= holder.owners
+
+    def resized(self, numbers: Iterable[int]) -> Track | None:
+        """The first live storage of another size than the constructor's: what a load writes to it is not known.
+
+        `numbers`: of storages that a load writes. Others are the host's to exchange (a key-value cache).
+        """
+        for number in numbers:
+            track = self.by_number.get(number)
+            if (
+                track is not None
+                and not track.placeholder
+                and track.nbytes != self.skeleton.storages[number].nbytes
+            ):
+                return track
+        return None
 
     # -- generation B ------------------------------------------------------------------------------------------
 
@@ -181,7 +204,6 @@ class Stage:
             return
         stage = torch.UntypedStorage(track.nbytes, device=track.storage.device)
         track.stage = stage
-        self.staged_bytes += track.nbytes
         self.index[int(stage._cdata)] = track
         whole = (track.nbytes,)
         if copy:
@@ -221,6 +243,35 @@ class Stage:
                     self._replaced(
                         track, a_view.dtype, a_view.storage_offset(), a_view.shape, a_view.stride()
                     )
+
+    def note_assigned(self, casts: set[tuple[int, str]], sources: set[int]) -> dict[str, tuple[int, Region]]:
+        """Enter slots in which a loader put a tensor of its own (`load_state_dict(assign=True)`) as written whole.
+
+        Args:
+            casts: storage number and dtype of those that the first load put there in another dtype than the
+                constructor's.
+            sources: identities of the sender's storages; what is on one of them gets memory of its own.
+
+        Returns:
+            Their paths, with storage number and region.
+        """
+        assigned: dict[str, tuple[int, Region]] = {}
+        for holder, key, index in self.skeleton.module_slots():
+            made = self.skeleton.tensors[index]
+            track = self.by_number.get(made.storage)
+            state = self.before.get(id(holder.obj), {})
+            restored = key in self.plan.restore.get(id(holder.obj), {})
+            old = self.placeholders.get(index) if restored else state.get(key)
+            now = slots.own(holder.obj, key)
+            if track is None or now is None or now is old or storage_key(now) in self.index:
+                continue  # as it was, or another tensor of the model: a tie that the loader makes
+            fits = now.dtype == made.dtype or (made.storage, dtype_name(now)) in casts
+            if tuple(now.shape) == made.shape and fits:
+                part = region(made.offset, made.shape, made.stride)
+                own_memory(now, sources)
+                self._replaced(track, made.dtype, made.offset, made.shape, made.stride)
+                assigned[slots.step(holder.path, key)] = (made.storage, part)
+        return assigned
 
     @staticmethod
     def _replaced(track: Track, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> None:

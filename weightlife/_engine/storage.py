@@ -14,15 +14,20 @@ import functools
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightlife import errors
 from weightlife._engine import slots
 from weightlife._engine.footprint import attributes_differ
-from weightlife._engine.receive import CustomOperators
+from weightlife._engine.operators import CustomOperators
+from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import is_uninitialized, storage_key, view_on
 from weightlife._engine.stage import Stage
+
+if TYPE_CHECKING:
+    from weightlife._engine.session import WeightLoadSession
 
 
 @dataclass
@@ -320,3 +325,79 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Plain copies, one by one: the reference backend. Shapes and dtypes are equal by construction."""
     for destination, source in pairs:
         destination.copy_(source)
+
+
+def choose(session: WeightLoadSession) -> None:
+    """Which way a session commits, and why, for its report.
+
+    Raises:
+        NotAdoptableError: `adopted` was asked for, and something may hold an address.
+    """
+    wanted = session.settings.storage
+    why = session.life.host.adoptable() if wanted == "adopted" else None
+    if why is not None:
+        raise errors.NotAdoptableError(why, model=session.life.name, session=session.id)
+    session.report.storage = "adopted" if wanted == "adopted" else "pinned"
+    session.report.storage_why = "the setting" if wanted != "auto" else "the default: addresses stay valid"
+
+
+def check(session: WeightLoadSession, settlement: Settlement) -> None:
+    """Hold what a commit will do against the contract: every address stays, unless the session adopts.
+
+    Raises:
+        StorageMovedError: some can't, by policy.
+    """
+    session.report.contract_changes = [change.to_dict() for change in settlement.changes]
+    moved = settlement.moved
+    if moved and session.settings.storage == "auto" and session.life.host.adoptable() is None:
+        session.report.storage = "adopted"
+        session.report.storage_why = (
+            f"{moved[0].path} cannot keep its storage, and nothing outside holds an address"
+        )
+    require_pinned(session, settlement)
+
+
+def require_pinned(session: WeightLoadSession, settlement: Settlement) -> None:
+    """Hold a settlement against the contract of a session that pins.
+
+    Raises:
+        StorageMovedError: some storage can't stay, and the policy is `strict`.
+    """
+    moved = settlement.moved
+    if session.report.storage == "pinned" and moved:
+        session.problem(
+            errors.StorageMovedError(
+                f"{len(moved)} tensors cannot keep their storage; first {moved[0].path}: {moved[0].detail}",
+                model=session.life.name, layer=moved[0].path, session=session.id,
+            ),
+            session.settings.contract,
+        )  # fmt: skip
+
+
+def before_first_write(session: WeightLoadSession, track: Track) -> None:
+    """Stage memory that serves, or keep what undoing needs, before a session writes to it for the first time.
+
+    Raises:
+        DoubleProcessingError: the model's hook changes a layer that is processed already.
+    """
+    stage = session.stage
+    assert stage is not None
+    hooks = session.state.value == "processing"
+    if (
+        hooks
+        and session._phase is not None
+        and session._phase[0] == "process_model"
+        and track.owners & session.idle
+    ):
+        raise errors.DoubleProcessingError(
+            "the model's hook changes a layer that this update did not touch: it is processed already",
+            model=session.life.name, layer=track.path, session=session.id,
+            hint="send a complete update: this model can't take a partial one",
+        )  # fmt: skip
+    budget = session.settings.undo_budget_bytes
+    if not stage.isolated and budget is not None and not stage.has_undo(track):
+        if stage.undo_bytes + track.nbytes > budget:
+            session.life.unsafe = True  # no way back from here: a failure poisons
+            return
+    # A hook may write a part of a storage, or read it first: outside of receiving the rest is A's.
+    stage.stage_live(track, copy=not session.intake.recording)

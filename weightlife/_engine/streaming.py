@@ -65,7 +65,7 @@ def units(life: Lifecycle) -> list[Unit]:
         if host.layer_hook(layer) is None or host.is_deferred(layer) or not host.may_process_early(layer):
             continue
         members = {id(module) for module in layer.modules()}
-        if any(life.has_hook(other) for other in members - {ident} if other in skeleton.holders):
+        if any(fill.has_hook(life, other) for other in members - {ident} if other in skeleton.holders):
             continue
         numbers = sorted({number for member in members for number in on_layer.get(member, ())})
         if (
@@ -203,7 +203,7 @@ class Streamer:
         settlement = storage.Settler(stage, self._a_views).settle_only(holders.keys() | unit.members)
         if settlement.moved and session.settings.storage == "auto":
             return  # the finish decides whether new memory may be adopted
-        session.require_pinned(settlement)
+        storage.require_pinned(session, settlement)
         budget, life = session.settings.undo_budget_bytes, session.life
         for memory in {
             int(m.a.untyped_storage()._cdata): m.a.untyped_storage() for m in settlement.moves

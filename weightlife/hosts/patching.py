@@ -30,7 +30,7 @@ class Seam:
         attribute: `function` or `Class.method`.
         wrapper: a wrapt wrapper `(wrapped, instance, args, kwargs)`.
         required: without it the engine can only observe.
-        since, until: host versions (inclusive, exclusive) that have it, as "0.27".
+        since: the first host version that has it, as "0.22", where that is known; for `status()`.
         why: what it is for.
     """
 
@@ -40,7 +40,6 @@ class Seam:
     wrapper: Wrapper
     required: bool = False
     since: str = ""
-    until: str = ""
     why: str = ""
     adds: bool = False  # a new attribute: the wrapper itself is put there, and deleted again
 
@@ -123,7 +122,8 @@ class Patcher:
                     self.applied[seam.name] = Applied(seam, None, seam.wrapper, True, [(owner, attribute)])
                 continue
             if owner is None:
-                self.failures[seam.name] = f"absent in this version: {seam.module}:{seam.attribute}"
+                there = f" (there since {seam.since})" if seam.since else ""
+                self.failures[seam.name] = f"absent in this version{there}: {seam.module}:{seam.attribute}"
                 continue
             self.failures.pop(seam.name, None)
             self.applied[seam.name] = done = self.wrap(owner, attribute, seam.wrapper, seam, original)

@@ -36,6 +36,10 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         model = worker.model_runner.get_model()
         life = lifecycle.of(model)
         return [] if life is None else [report.to_dict() for report in life.reports]
+    if question == "abort":
+        from weightlife.hosts.vllm import seams
+
+        return seams.abort_update(worker, str((payload or {}).get("reason", "")))
     if question == "scrub":
         return scrub(worker)
     raise errors.HostError(f"unknown question {question!r}")

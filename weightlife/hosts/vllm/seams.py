@@ -283,13 +283,28 @@ def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs
     except BaseException as error:
         for life in _worker_lives(instance):
             life.abort(error)
-        if getattr(instance, "_weight_update_active", False):
-            instance._weight_update_active = False
-            engine = getattr(instance, "weight_transfer_engine", None)
-            reset = getattr(engine, "reset_weight_update_target", None)
-            if reset is not None:
-                reset()
+        _end_update(instance)
         raise
+
+
+def _end_update(worker: Any) -> None:
+    if getattr(worker, "_weight_update_active", False):
+        worker._weight_update_active = False
+        engine = getattr(worker, "weight_transfer_engine", None)
+        reset = getattr(engine, "reset_weight_update_target", None)
+        if reset is not None:
+            reset()
+
+
+def abort_update(worker: Any, reason: str) -> bool:
+    """What `weightlife.abort` means for a worker: no model of it has an update open, and it knows that.
+
+    Raises:
+        SessionConflictError: a load call is inside now.
+    """
+    was_open = [life.abort_on_request(reason) for life in _worker_lives(worker)]
+    _end_update(worker)
+    return any(was_open)
 
 
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -407,16 +422,7 @@ def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The front end's engine stands: do its workers run weightlife?"""
-    if not runtime.installed():
-        return wrapped(*args, **kwargs)
-    out = wrapped(*args, **kwargs)
-    remote.shake_hands(instance, runtime.settings().handshake)
-    return out
-
-
-def after_core(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The engine core stands (an asynchronous front end can't ask from its constructor)."""
+    """An engine stands, or its core (an asynchronous front end can't ask from its constructor): do its workers run it?"""
     if not runtime.installed():
         return wrapped(*args, **kwargs)
     out = wrapped(*args, **kwargs)

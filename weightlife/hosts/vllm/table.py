@@ -75,6 +75,6 @@ SEAMS = [
          why="status and reports of workers"),
     Seam("handshake", "vllm.v1.engine.llm_engine", "LLMEngine.__init__", _late("after_engine"),
          why="workers run weightlife too"),
-    Seam("handshake_core", "vllm.v1.engine.core", "EngineCore.__init__", _late("after_core"),
+    Seam("handshake_core", "vllm.v1.engine.core", "EngineCore.__init__", _late("after_engine"),
          why="workers run weightlife too"),
 ]  # fmt: skip
