@@ -10,6 +10,8 @@ PYTHON ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Added to every pytest call: make test PYTEST_ARGS='-k reload'
 PYTEST_ARGS ?=
+# Added to the benchmarks: make bench BENCH_ARGS=--write
+BENCH_ARGS ?=
 
 export PYTHON TORCH_INDEX
 # GiB of key-value cache: vLLM's default on a CPU takes more than a small machine has.
@@ -80,7 +82,8 @@ test-full: setup ## the whole product of families, ways and modes (hours; goes o
 
 .PHONY: bench
 bench: setup ## measure against stock vLLM, paired in one run
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/ledger_cost.py $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## remove caches and build outputs; environments stay

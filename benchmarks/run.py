@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _render
+import _results
 import models
 from _cases import CASES, Plan, Row, run
 from _pair import ChildError
@@ -170,7 +171,7 @@ def main() -> int:
     else:
         print(_render.as_text(rows, result["machine"], result["other_load"]))
     if options.write:
-        (HERE / "RESULTS.md").write_text(_render.as_markdown(rows, result["machine"], result["other_load"]))
+        _results.write("stock", _render.as_markdown(rows, result["machine"], result["other_load"]))
     # A wrong or failed measurement is a failure of the run, not a footnote.
     return int(any(row.error or not row.exact.get("weightlife", True) for row in rows))
 
