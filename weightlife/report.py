@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from weightlife.errors import ConfigError, clean, names
 
 __all__ = [
+    "ATTRIBUTED",
     "OPERATIONS",
     "OUTCOMES",
     "SCHEMA_VERSION",
@@ -32,6 +33,13 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 OPERATIONS = ("first_load", "reload", "update", "implicit", "kernel_format")
+ATTRIBUTED = {
+    "source": "in the source: reading files, receiving, whatever the iterator does",
+    "loaders": "in the host's weight loaders",
+    "between_calls": "receiving, but outside of any load call: waiting for the sender, or the host's preparations",
+    "ranks": "waiting for the other ranks' votes",
+}
+"""What ``attributed`` counts. The rest of a session's time is in its phases."""
 OUTCOMES = ("open", "committed", "aborted", "refused", "poisoned", "observed")
 
 # What serves after the session: the first question of whoever reads this at night.
@@ -45,26 +53,29 @@ _SERVING = {
 }
 _LAYERS_SHOWN = 12
 _ITEMS_SHOWN = 20
+_SLOWEST_SHOWN = 3
 
 
 @dataclass
 class PhaseRecord:
-    """One phase: wall seconds over all its calls."""
+    """One phase: wall seconds over all its calls; ``start`` is when the first began, in seconds of the session."""
 
     name: str
     seconds: float = 0.0
     calls: int = 1
+    start: float = 0.0
 
 
 @dataclass
 class LayerRecord:
-    """One layer: its strategy, why it has it, whether this session wrote it, and its runtime bytes."""
+    """One layer: its strategy, why, whether this session wrote it, its runtime bytes, seconds in its hooks."""
 
     name: str
     strategy: str = ""
     reason: str = ""
     touched: bool = False
     bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -84,6 +95,11 @@ class LoadReport:
     ``operation`` is one of ``OPERATIONS`` and ``outcome`` one of ``OUTCOMES``. ``started_at`` is ISO 8601 in UTC,
     durations are seconds, sizes bytes. ``opened_by`` names who opened the session, ``source`` where the tensors came
     from. ``contract_changes`` lists runtime storage that differs from the contract, each a plain record.
+
+    ``attributed`` says where time went across phases, in seconds (``ATTRIBUTED`` has the keys); ``processing`` the
+    seconds of the host's hooks by their class. ``peak_bytes`` is None unless this session set the process's highest
+    mark: an older, higher one hides what a session used. ``trace_id`` and ``span_id`` are hexadecimal, and empty
+    where no trace was recorded.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -115,6 +131,12 @@ class LoadReport:
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
+    attributed: dict[str, float] = field(default_factory=dict)
+    processing: dict[str, float] = field(default_factory=dict)
+    tensors_copied: int = 0
+    bytes_copied: int = 0
+    trace_id: str = ""
+    span_id: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what is not JSON already becomes text."""
@@ -184,6 +206,7 @@ class LoadReport:
             ("storage", _because(self.storage, self.storage_why)),
             ("peak memory", format_bytes(self.peak_bytes) if self.peak_bytes is not None else ""),
             ("started", clean(self.started_at)),
+            ("trace", clean(self.trace_id)),
             ("versions", ", ".join(f"{clean(k)} {clean(v)}" for k, v in self.versions.items())),
         ]
         title = f"weightlife session {clean(self.session_id)}: {clean(self.operation)}"
@@ -198,7 +221,10 @@ class LoadReport:
             lines.append(
                 f"    {clean(phase.name, 40):<{width}}  {format_seconds(phase.seconds):>8}  {share}{calls}"
             )
-        return lines
+        lines += _seconds("of which", self.attributed)
+        lines += _seconds("hooks", self.processing)
+        slow = sorted((x for x in self.layers if x.seconds > 0), key=lambda x: -x.seconds)[:_SLOWEST_SHOWN]
+        return lines + _seconds("slowest", {x.name: x.seconds for x in slow})
 
     def _layers(self) -> list[str]:
         counts = ", ".join(
@@ -250,6 +276,12 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f}s"
     return f"{seconds * 1e3:.0f}ms" if seconds >= 0.001 else f"{seconds * 1e6:.0f}us"
+
+
+def _seconds(label: str, table: Mapping[str, float]) -> list[str]:
+    shown = sorted((item for item in table.items() if item[1] > 0), key=lambda item: -item[1])[:_ITEMS_SHOWN]
+    text = ", ".join(f"{clean(key, 120)} {format_seconds(value)}" for key, value in shown)
+    return [f"  {label:<12} {text}"] if text else []
 
 
 def _because(what: str, why: str) -> str:
@@ -304,7 +336,11 @@ _ITEMS: dict[str, type] = {
     "list[Violation]": Mapping,
     "list[dict[str, Any]]": Mapping,
 }
-_VALUES: dict[str, type] = {"dict[str, int]": int, "dict[str, str]": str}
+_VALUES: dict[str, type | tuple[type, ...]] = {
+    "dict[str, int]": int,
+    "dict[str, str]": str,
+    "dict[str, float]": (int, float),
+}
 
 
 def _typed(record: str, item: Field[Any], value: object) -> object:

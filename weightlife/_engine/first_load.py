@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, slots
+from weightlife._engine import footprint, ledger, memory, slots
 from weightlife._engine.contexts import LoadContext
-from weightlife._engine.events import PHASE_END, PHASE_START, SESSION_END, SESSION_START, bus
+from weightlife._engine.events import (
+    LAYER_PROCESSED,
+    PHASE_END,
+    PHASE_START,
+    SESSION_END,
+    SESSION_START,
+    bus,
+)
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
@@ -61,6 +68,12 @@ class FirstLoad:
         self._name = ""
         self.dead = ""  # processing failed half way: nothing can be made of this model any more
         self._started = time.perf_counter()
+        self._high_water = memory.high_water(life.model)
+        self._source_seconds = 0.0
+        self._load_seconds = 0.0
+        self._paths: dict[int, str] = {}
+        self._layer_seconds: dict[str, float] = {}
+        self._hooked: set[int] = set()  # layers whose hook is running: a hook may call its base class's
         bus.emit(SESSION_START, self.report.session_id, report=self.report)
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -95,7 +108,7 @@ class FirstLoad:
             self._end()
 
         self._phase("receive")
-        started = time.perf_counter()
+        started, before = time.perf_counter(), (self.tensors, self.nbytes)
         try:
             with LoadContext.first(skeleton.inference), sampled, receiver:
                 out = load(receiver.stream(weights, begin, end))
@@ -111,7 +124,9 @@ class FirstLoad:
             self._name = ""
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
-            self._phase_end("receive", time.perf_counter() - started)
+            self._source_seconds += receiver.source_seconds
+            self._load_seconds += time.perf_counter() - started
+            self._phase_end("receive", started, self.tensors - before[0], self.nbytes - before[1])
 
     def _on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
         """A loader that reads what it has not written needs the constructor's value at every later load, too."""
@@ -255,9 +270,28 @@ class FirstLoad:
         )
         manifest.custom = self.custom or bool(self.raw)
         manifest.late = self._late()
-        self._phase_end("process", time.perf_counter() - started)
+        self._phase_end("process", started)
         self._close(plan, manifest)
         return out
+
+    def hook(self, layer: torch.nn.Module, name: str, call: Callable[[], Any]) -> Any:
+        """Run a layer's hook and note the time."""
+        if id(layer) in self._hooked:
+            return call()
+        self._hooked.add(id(layer))
+        started = time.perf_counter()
+        try:
+            return call()
+        finally:
+            seconds = time.perf_counter() - started
+            self._hooked.discard(id(layer))
+            if not self._paths:
+                self._paths = {id(module): path for path, module in self.life.model.named_modules()}
+            path = self._paths.get(id(layer), "")
+            spent = self.report.processing
+            spent[name] = spent.get(name, 0.0) + seconds
+            self._layer_seconds[path] = self._layer_seconds.get(path, 0.0) + seconds
+            bus.emit(LAYER_PROCESSED, self.report.session_id, layer=path, hook=name, seconds=seconds)
 
     def _refuse_raw(self, plan: footprint.Plan) -> None:
         """Layers that a loader filled through raw memory can't be followed: a reload of them is refused."""
@@ -277,9 +311,10 @@ class FirstLoad:
     def _phase(self, name: str) -> None:
         bus.emit(PHASE_START, self.report.session_id, phase=name)
 
-    def _phase_end(self, name: str, seconds: float) -> None:
-        bus.emit(PHASE_END, self.report.session_id, phase=name)
-        self.report.phases.append(PhaseRecord(name, seconds))
+    def _phase_end(self, name: str, started: float, tensors: int = 0, size: int = 0) -> None:
+        seconds = time.perf_counter() - started
+        bus.emit(PHASE_END, self.report.session_id, phase=name, tensors=tensors, bytes=size)
+        self.report.phases.append(PhaseRecord(name, seconds, 1, started - self._started))
 
     def _close(self, plan: footprint.Plan, manifest: Manifest) -> None:
         report = self.report
@@ -287,9 +322,15 @@ class FirstLoad:
         report.seconds = time.perf_counter() - self._started
         report.tensors_received, report.bytes_received = self.tensors, self.nbytes
         report.outcome = "committed"
+        report.attributed["source"] = self._source_seconds
+        report.attributed["loaders"] = max(0.0, self._load_seconds - self._source_seconds)
+        report.peak_bytes = memory.peak(self._high_water, memory.high_water(self.life.model))
         for ident, layer in plan.layers.items():
             report.layers_by_strategy[layer.strategy] = report.layers_by_strategy.get(layer.strategy, 0) + 1
-            report.layers.append(LayerRecord(layer.path, layer.strategy, layer.reason, ident in loaded))
+            seconds = self._layer_seconds.get(layer.path, 0.0)
+            report.layers.append(
+                LayerRecord(layer.path, layer.strategy, layer.reason, ident in loaded, seconds=seconds)
+            )
         report.layers_touched = sum(1 for record in report.layers if record.touched)
         report.layers_untouched = len(report.layers) - report.layers_touched
         if manifest.provisional:

@@ -366,7 +366,13 @@ class Lifecycle(Teller):
         """
         if session is not None:
             session.voted = True
-        self.votes.cast(ok, session, self.name)
+        started = time.perf_counter()
+        try:
+            self.votes.cast(ok, session, self.name)
+        finally:
+            if session is not None:
+                spent = session.report.attributed
+                spent["ranks"] = spent.get("ranks", 0.0) + time.perf_counter() - started
 
     # -- after the first load and after commits ----------------------------------------------------------------
 

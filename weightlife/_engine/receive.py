@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class Receiver(TorchDispatchMode):
         self.suspended = False  # a forward pass on A runs from inside the source
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.lost: BaseException | None = None  # what ended a source that was pulled in another thread
+        self.source_seconds = 0.0  # inside the source, over all calls
         self._puller = 0  # the thread that is inside the source now (0: none)
 
     @property
@@ -267,8 +269,12 @@ class Receiver(TorchDispatchMode):
         source = iter(weights)
         while True:
             here = self._puller = threading.get_ident()
+            began = perf_counter()
             try:
-                item = self._outside(source) if self.trusted and not plain else next(source)
+                try:
+                    item = self._outside(source) if self.trusted and not plain else next(source)
+                finally:
+                    self.source_seconds += perf_counter() - began
                 self._puller = 0
                 begin(item[0], item[1], here == home)
             except StopIteration:

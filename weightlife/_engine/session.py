@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, operators, processing, storage
+from weightlife._engine import completeness, fill, memory, operators, processing, storage
 from weightlife._engine.events import (
     LAYER_PROCESSED,
     PHASE_END,
@@ -96,6 +96,10 @@ class WeightLoadSession:
         self.kernel_format = operation == "kernel_format"
         self._started = time.perf_counter()
         self._phase: tuple[str, float] | None = None
+        self._high_water = memory.high_water(life.model)
+        self._load_seconds = 0.0  # inside load calls, the source included
+        self._layer_seconds: dict[str, float] = {}
+        self._error: BaseException | None = None
         rank, world = life.host.rank()
         self.report = LoadReport(
             session_id=self.id, model=life.name, operation=operation, source=source, opened_by=opened_by,
@@ -111,19 +115,23 @@ class WeightLoadSession:
         now = time.perf_counter()
         if self._phase is not None:
             old, started = self._phase
-            self._add_phase(old, now - started)
-            bus.emit(PHASE_END, self.id, phase=old)
+            self._add_phase(old, started, now - started)
+            count, size = {
+                "receive": (self.intake.tensors, self.intake.nbytes),
+                "copy_back": (self.report.tensors_copied, self.report.bytes_copied),
+            }.get(old, (0, 0))
+            bus.emit(PHASE_END, self.id, phase=old, tensors=count, bytes=size)
         self._phase = None if name is None else (name, now)
         if name is not None:
             bus.emit(PHASE_START, self.id, phase=name)
 
-    def _add_phase(self, name: str, seconds: float) -> None:
+    def _add_phase(self, name: str, started: float, seconds: float) -> None:
         for record in self.report.phases:
             if record.name == name:
                 record.seconds += seconds
                 record.calls += 1
                 return
-        self.report.phases.append(PhaseRecord(name, seconds, 1))
+        self.report.phases.append(PhaseRecord(name, seconds, 1, started - self._started))
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class WeightLoadSession:
         intake.calls += 1
         intake.sources.clear()
         intake.unplaced = False
+        began = time.perf_counter()
         with self.inside():
             self.state = State.RECEIVING
             intake.recording = True
@@ -223,6 +232,7 @@ class WeightLoadSession:
                 raise problem from error
             finally:
                 intake.recording = False
+                self._load_seconds += time.perf_counter() - began
         if intake.unplaced:  # it may stand in the place of a parameter
             self.note_replaced()
         return out
@@ -289,7 +299,10 @@ class WeightLoadSession:
         self.report.violations.append(
             Violation(error.code, error.message, error.layer, list(error.tensors)[:32])
         )
-        bus.emit(VIOLATION, self.id, code=error.code, layer=error.layer, message=error.message)
+        bus.emit(
+            VIOLATION, self.id, code=error.code, layer=error.layer, message=error.message,
+            tensors=list(error.tensors)[:32],
+        )  # fmt: skip
 
     # -- finish ------------------------------------------------------------------------------------------------
 
@@ -375,16 +388,23 @@ class WeightLoadSession:
         skipped = set() if life.host.rerun_deferred() else self.idle
         processing.run(
             life.model, life.host, lambda layer: id(layer) in wanted, lambda layer: id(layer) not in skipped,
-            self.phase,
-            lambda path, hook, seconds: bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds),
+            self.phase, self.layer_processed,
         )  # fmt: skip
+
+    def layer_processed(self, path: str, hook: str, seconds: float) -> None:
+        """A layer's hook ran: for the report and for listeners."""
+        spent = self.report.processing
+        spent[hook] = spent.get(hook, 0.0) + seconds
+        self._layer_seconds[path] = self._layer_seconds.get(path, 0.0) + seconds
+        bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds)
 
     def _commit(self, settlement: storage.Settlement, touched: set[int]) -> None:
         stage, life = self.stage, self.life
         assert stage is not None
         life.committing = True
         if self.report.storage == "pinned":
-            storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+            size = storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+            self.copied(len(settlement.moves), size)
         # What native code of layers that were not made again still points to stays, too.
         kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
         life.keep_alive = kept + self.kept_alive + settlement.keep_alive
@@ -405,6 +425,7 @@ class WeightLoadSession:
                 self.stage.revert()
         self.phase(None)
         self.state = State.ABORTED
+        self._error = error
         self.report.error = None if error is None else errors.safe_text(error)
         self._close("poisoned" if self.life.poisoned else outcome, touched)
 
@@ -415,17 +436,28 @@ class WeightLoadSession:
         report.seconds = time.perf_counter() - self._started
         report.tensors_received = self.intake.tensors
         report.bytes_received = self.intake.nbytes
+        self._attribute()
         if self.intake.epochs > 1:
             report.notes.append(f"{self.intake.epochs} epochs: later values replaced earlier ones")
         for ident, plan in life.plan.layers.items():
             report.layers_by_strategy[plan.strategy] = report.layers_by_strategy.get(plan.strategy, 0) + 1
-            report.layers.append(LayerRecord(plan.path, plan.strategy, plan.reason, ident in touched))
+            seconds = self._layer_seconds.get(plan.path, 0.0)
+            report.layers.append(
+                LayerRecord(plan.path, plan.strategy, plan.reason, ident in touched, seconds=seconds)
+            )
         report.layers_touched = sum(1 for record in report.layers if record.touched)
         report.layers_untouched = len(report.layers) - report.layers_touched
         if outcome == "committed":
             report.notes += life.notes_after_commit()
         life.closed(self)
-        bus.emit(SESSION_END, self.id, report=report, outcome=report.outcome, error=report.error or "")
+        bus.emit(
+            SESSION_END,
+            self.id,
+            report=report,
+            outcome=report.outcome,
+            error=self._error or report.error or "",
+        )
+        self._error = None
         if self.stage is not None:
             self.stage.drop()
         self.stage = self.receiver = self.operators = self.streamer = None
@@ -437,6 +469,23 @@ class WeightLoadSession:
                 record.seconds -= sum(self.early)
                 self.report.phases.append(PhaseRecord("process_early", sum(self.early), len(self.early)))
                 break
+
+    def copied(self, tensors: int, size: int) -> None:
+        """So much went into the memory that serves."""
+        self.report.tensors_copied += tensors
+        self.report.bytes_copied += size
+
+    def _attribute(self) -> None:
+        """Where the time went, across phases, and the peak if it is known."""
+        spent = self.report.attributed
+        source = self.receiver.source_seconds if self.receiver is not None else 0.0
+        receiving = sum(record.seconds for record in self.report.phases if record.name == "receive")
+        early = sum(self.early)  # hooks that ran inside load calls: in a phase of their own
+        spent["source"] = source
+        spent["loaders"] = max(0.0, self._load_seconds - source - early)
+        spent["between_calls"] = max(0.0, receiving + early - self._load_seconds)
+        spent.setdefault("ranks", 0.0)
+        self.report.peak_bytes = memory.peak(self._high_water, memory.high_water(self.life.model))
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

@@ -17,7 +17,6 @@ import torch
 
 from weightlife import errors
 from weightlife._engine import fill, slots, storage
-from weightlife._engine.events import LAYER_PROCESSED, bus
 from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import storage_key
 
@@ -153,9 +152,7 @@ class Streamer:
                 self._running = None
             seconds = time.perf_counter() - started
             hook = life.host.layer_hook(layer) or type(layer).__name__
-            bus.emit(
-                LAYER_PROCESSED, session.id, layer=life.layer_path(unit.ident), hook=hook, seconds=seconds
-            )
+            session.layer_processed(life.layer_path(unit.ident), hook, seconds)
             assert session.receiver is not None
             session.receiver.suspended = True  # our own copies are not the loader's
             try:
@@ -213,7 +210,8 @@ class Streamer:
                 life.unsafe = True  # no way back from here: a failure poisons
                 break
             stage.keep_undo(memory)
-        storage.commit_pinned(stage, settlement, session.operators, storage.copy_pairs, layer)
+        size = storage.commit_pinned(stage, settlement, session.operators, storage.copy_pairs, layer)
+        session.copied(len(settlement.moves), size)
         session.kept_alive += settlement.keep_alive
         for move in settlement.moves:
             track = stage.index.get(int(move.a.untyped_storage()._cdata))

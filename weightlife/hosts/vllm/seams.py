@@ -70,6 +70,8 @@ def process_layer(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     """A quant hook. Outside of a session, on a layer that is in kernel format, it would process it twice."""
     layer = _argument(args, kwargs, 0, "layer")
     life = lifecycle.owner_of(layer) if isinstance(layer, torch.nn.Module) else None
+    if life is not None and life.first is not None:
+        return life.first.hook(layer, type(instance).__name__, lambda: wrapped(*args, **kwargs))
     if life is None or life.status != "ready" or life.is_inside() or runtime.settings().mode == "observe":
         return wrapped(*args, **kwargs)
     if life.session is None and life.contract_changed(layer) is None:
