@@ -20,7 +20,7 @@ TARGET = _HERE / "names.py"
 _STANDARD = {"error.type": ("string", "Class of the error that ended the operation.")}
 
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
-"""Names of attributes, span groups and events. Generated from registry/weightlife.yaml; do not edit."""
+"""Names of attributes, events and metrics. Generated from registry/weightlife.yaml; do not edit."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ def generate(groups: list[dict[str, Any]]) -> str:
     for group in groups:
         if group["type"] == "event":
             lines += [f'EVENT_{_constant(group["name"])} = "{group["name"]}"', f'"""{group["brief"]}"""']
+        elif group["type"] == "metric":
+            name, unit = group["metric_name"], group["unit"]
+            lines += [
+                f'METRIC_{_constant(name)} = "{name}"',
+                f'"""{group["brief"]} {group["instrument"]}, {unit}."""',
+            ]
+    lines += ["", "UNITS: dict[str, str] = {"]
+    lines += [
+        f'    METRIC_{_constant(group["metric_name"])}: "{group["unit"]}",'
+        for group in groups
+        if group["type"] == "metric"
+    ]
+    lines += ["}", '"""Unit of each metric."""']
     lines += ["", "TYPES: dict[str, str] = {"]
     lines += [f'    {_constant(name)}: "{kind}",' for name, kind, _ in rows]
     lines += [

@@ -5,8 +5,10 @@ The listener uses the OpenTelemetry API only. Without an SDK every span is a no-
 a provider that is set up later (by the host, by auto-instrumentation) is picked up then, and none is ever
 set here. Names come from the registry beside this file.
 
-Phases become spans when the session ends, from the times that the events carried: only then is it known
-whether a phase ran once or once for each of 290 chunks, and a session stays within ``MAX_SPANS``.
+The root's parent is the span that is current when the session begins: the host's own, or the one that the front end
+sent along. A first load that finds none takes the variable that the host passes to its workers. Any other session is
+a root of its own: the variable stays in a worker's environment for ever, and names a span that ended long ago. Later
+sessions are linked to the first load and to the one before.
 """
 
 from __future__ import annotations
@@ -14,114 +16,85 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from opentelemetry import trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry import context as contexts
+from opentelemetry import propagate, trace
+from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from weightlife import errors
 from weightlife._engine import events
+from weightlife._version import __version__
 from weightlife.otel import names
+from weightlife.otel.delivery import Delivery
+from weightlife.otel.recording import MAX_LAYER_SPANS, MAX_SPANS, Recording, fail
+from weightlife.otel.values import START, collect, failure, of_report, operation, outcome_of, text, value
+from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
+    from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer, TracerProvider
     from opentelemetry.util.types import Attributes, AttributeValue
 
     from weightlife._engine.events import Bus, Event
 
-__all__ = ["MAX_SPANS", "SpanListener"]
+__all__ = ["MAX_LAYER_SPANS", "MAX_SPANS", "SpanListener", "suppressed"]
 
-MAX_SPANS = 20
-"""Spans a session, the root included."""
 MAX_SPAN_EVENTS = 100
 """Events of a root span; the SDK drops the oldest beyond 128, and says so to nobody."""
 MAX_OPEN_SESSIONS = 64
 """Sessions followed at once; a session whose end never comes is ended when this many newer ones began."""
 
-_SCOPE = "weightlife"
+SCOPE = "weightlife"
 _ROOT = "load_weights"
-_FAILED = frozenset({"aborted", "refused", "poisoned"})
-_TEXT = 1000
-
-_START = {
-    names.SESSION_OPERATION: "operation",
-    names.SESSION_SOURCE: "source",
-    names.SESSION_OPENED_BY: "opened_by",
-    names.SESSION_ISOLATION: "isolation",
-    names.SESSION_STORAGE: "storage",
-    names.MODEL_CLASS: "model",
-    names.WEIGHT_GENERATION: "generation",
-    names.RANK: "rank",
-    names.WORLD_SIZE: "world_size",
-}
-_END = {
-    **_START,
-    names.SESSION_OUTCOME: "outcome",
-    names.TENSOR_COUNT: "tensors_received",
-    names.TENSOR_SIZE: "bytes_received",
-    names.LAYER_TOUCHED: "layers_touched",
-    names.LAYER_UNTOUCHED: "layers_untouched",
-    names.MEMORY_PEAK: "peak_bytes",
-}
+_MODELS = 64  # models whose earlier sessions are remembered for links
+_HEADERS = ("traceparent", "tracestate")
+# The plain key is opentelemetry-instrumentation's, the other one the API's.
+_SUPPRESSED = ("suppress_instrumentation", getattr(contexts, "_SUPPRESS_INSTRUMENTATION_KEY", ""))
 
 
-@dataclass
-class _Run:
-    """One run of a phase, or several folded into one; times in nanoseconds since the epoch."""
-
-    start: int
-    end: int = 0
-    busy: int = 0
-    calls: int = 1
-    tensors: int = 0
-    size: int = 0
-    error: object = None
-
-
-@dataclass
-class _Phase:
-    """All runs of one phase: the first few one by one, and their sum."""
-
-    runs: list[_Run] = field(default_factory=list)
-    total: _Run | None = None
-    open: list[_Run] = field(default_factory=list)
-
-
-@dataclass
-class _Session:
-    span: Span
-    wall_ns: int
-    time_ns: int
-    phases: dict[str, _Phase] = field(default_factory=dict)
-    span_events: int = 0
-    suppressed: int = 0
-    violations: int = 0
-
-    def at(self, event: Event) -> int:
-        """The event's date, counted from the session's start by the steady clock: a clock step can't reorder."""
-        return self.wall_ns + event.time_ns - self.time_ns
+def suppressed() -> bool:
+    """Whether the caller asked for silence (`suppress_instrumentation()`), or the user for no SDK."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return True
+    return any(key and contexts.get_value(key) for key in _SUPPRESSED)
 
 
 class SpanListener:
     """Makes spans of the events of a bus.
 
-    Thread-safe. It raises nothing by itself; what a span processor raises, the bus counts and reports. With a
-    ``tracer_provider`` spans go there, else to the provider that is global at the time.
+    Thread-safe. It raises nothing by itself; what a span processor raises at a span's start the bus counts and
+    reports, what it raises at an end the delivery does.
+
+    Args:
+        tracer_provider: spans go there, else to the provider that is global at the time.
+        delivery: finishes and flushes spans off the load's path.
+        layers: "off", "slow" (those whose hook took `layer_seconds`, within the session's budget) or "all".
+        layer_seconds: the threshold.
     """
 
-    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+    def __init__(
+        self,
+        tracer_provider: TracerProvider | None = None,
+        delivery: Delivery | None = None,
+        layers: str = "slow",
+        layer_seconds: float = 0.1,
+    ) -> None:
+        self.layers = layers
+        self.layer_seconds = layer_seconds
+        self.delivery = delivery or Delivery()
         self._provider = tracer_provider
         self._tracer: Tracer | None = None
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[str, Recording] = OrderedDict()
+        self._earlier: OrderedDict[str, dict[str, SpanContext]] = OrderedDict()
         self._lock = threading.Lock()
-        self._handlers: dict[str, Callable[[Event, _Session], None]] = {
+        self._handlers: dict[str, Callable[[Event, Recording], None]] = {
             events.SESSION_END: self._end,
-            events.PHASE_START: self._phase_start,
-            events.PHASE_END: self._phase_end,
+            events.PHASE_START: lambda event, session: session.phase_start(event),
+            events.PHASE_END: lambda event, session: session.phase_end(event),
+            events.LAYER_PROCESSED: self._layer,
             events.VIOLATION: self._violation,
             events.NOTE: self._note,
         }
@@ -129,6 +102,12 @@ class SpanListener:
     def subscribe(self, bus: Bus = events.bus) -> Callable[[], None]:
         """Listen to ``bus``; returns the function that ends it."""
         return bus.subscribe(self)
+
+    def flush(self) -> None:
+        """Export what has ended. Blocks as long as an exporter does: for the delivery's thread only."""
+        flush = getattr(self._provider or trace.get_tracer_provider(), "force_flush", None)
+        if flush is not None:
+            flush()
 
     def __call__(self, event: Event) -> None:
         """Take one event of the bus."""
@@ -142,141 +121,114 @@ class SpanListener:
                 return
             handler(event, session)
 
+    # -- the root ----------------------------------------------------------------------------------------------
+
     def _start(self, event: Event) -> None:
-        if self._tracer is None:
-            # a proxy until a provider is set, and that provider's tracer from then on
-            self._tracer = trace.get_tracer(_SCOPE, _version(), self._provider)
         stale = self._sessions.pop(event.session_id, None)
         if stale is None and len(self._sessions) >= MAX_OPEN_SESSIONS:
             _, stale = self._sessions.popitem(last=False)
         if stale is not None:
             stale.span.end(max(stale.wall_ns, stale.at(event)))
-        model = _text(event.data.get("model"))
+        if suppressed():
+            return
+        if self._tracer is None:
+            # a proxy until a provider is set, and that provider's tracer from then on
+            self._tracer = trace.get_tracer(SCOPE, __version__, self._provider)
+        model = text(value(event.data, "model"))
+        first_load = operation(event.data) == "first_load"
         span = self._tracer.start_span(
             f"{_ROOT} {model}" if model else _ROOT,
+            _parent(first_load),
             kind=SpanKind.INTERNAL,
-            attributes={names.SESSION_ID: _text(event.session_id), **_collect(_START, event.data)},
+            attributes={names.SESSION_ID: text(event.session_id), **collect(START, event.data)},
+            links=[] if first_load else self._links(model),
             start_time=event.wall_ns,
         )
         # a span that was not sampled, or has no SDK, is not worth following
-        if span.is_recording():
-            self._sessions[event.session_id] = _Session(span, event.wall_ns, event.time_ns)
+        if not span.is_recording():
+            return
+        self._sessions[event.session_id] = Recording(span, event.wall_ns, event.time_ns, model, first_load)
+        report = event.data.get("report")
+        if isinstance(report, LoadReport):
+            found = span.get_span_context()
+            report.trace_id, report.span_id = f"{found.trace_id:032x}", f"{found.span_id:016x}"
 
-    def _phase_start(self, event: Event, session: _Session) -> None:
-        phase = session.phases.setdefault(_text(event.data.get("phase")) or "unknown", _Phase())
-        phase.open.append(_Run(session.at(event)))
+    def _links(self, model: str) -> list[Link]:
+        earlier = self._earlier.get(model, {})
+        chosen = {found.span_id: (found, kind) for kind, found in reversed(earlier.items())}
+        return [Link(found, {names.LINK_KIND: kind}) for found, kind in chosen.values()]
 
-    def _phase_end(self, event: Event, session: _Session) -> None:
-        phase = session.phases.get(_text(event.data.get("phase")) or "unknown")
-        if phase is not None and phase.open:
-            _close(phase, session.at(event), event.data)
+    def _remember(self, session: Recording) -> None:
+        earlier = self._earlier.setdefault(session.model, {})
+        if session.first_load:
+            earlier.clear()
+            earlier["first_load"] = session.span.get_span_context()
+        earlier["previous"] = session.span.get_span_context()
+        if len(self._earlier) > _MODELS:
+            self._earlier.popitem(last=False)
 
-    def _violation(self, event: Event, session: _Session) -> None:
+    def _end(self, event: Event, session: Recording) -> None:
+        del self._sessions[event.session_id]
+        self._remember(session)
+        end, span, tracer = session.at(event), session.span, self._tracer
+        assert tracer is not None
+        outcome, error, failed = outcome_of(event.data)
+        session.interrupt(end, (error if error is not None else outcome) if failed else None)
+        span.set_attributes(of_report(event.data))
+        span.set_attribute(names.VIOLATION_COUNT, session.violations)
+        if session.suppressed:
+            span.set_attribute(names.SESSION_SUPPRESSED_EVENT_COUNT, session.suppressed)
+        if failed:
+            fail(span, failure(error, outcome))
+            _record_exception(span, error, end)
+        every_layer, session_id = self.layers == "all", event.session_id
+
+        def finish() -> None:
+            try:
+                session.children(tracer, session_id, every_layer)
+            finally:
+                span.end(end)
+
+        self.delivery.submit(finish)
+
+    # -- what happens in between -------------------------------------------------------------------------------
+
+    def _layer(self, event: Event, session: Recording) -> None:
+        if self.layers != "off":
+            session.layer(event, 0.0 if self.layers == "all" else self.layer_seconds)
+
+    def _violation(self, event: Event, session: Recording) -> None:
         session.violations += 1
         tensors = event.data.get("tensors")
-        listed = [_text(name) for name in tensors] if isinstance(tensors, list | tuple) else []
+        listed = [text(name) for name in tensors] if isinstance(tensors, list | tuple) else []
         attributes: dict[str, AttributeValue] = {
-            names.VIOLATION_KIND: _text(event.data.get("code")),
-            names.MESSAGE: _text(event.data.get("message")),
+            names.VIOLATION_KIND: text(event.data.get("code")),
+            names.MESSAGE: text(event.data.get("message")),
         }
         if event.data.get("layer"):
-            attributes[names.VIOLATION_LAYER] = _text(event.data["layer"])
+            attributes[names.VIOLATION_LAYER] = text(event.data["layer"])
         if listed:
             attributes[names.VIOLATION_TENSORS] = listed[: errors.TENSORS_SHOWN]
             attributes[names.VIOLATION_TENSOR_COUNT] = len(listed)
         _add_event(session, event, names.EVENT_VIOLATION, attributes)
 
-    def _note(self, event: Event, session: _Session) -> None:
-        _add_event(session, event, names.EVENT_NOTE, {names.MESSAGE: _text(event.data.get("message"))})
-
-    def _end(self, event: Event, session: _Session) -> None:
-        del self._sessions[event.session_id]
-        end = session.at(event)
-        try:
-            self._finish(event, session, end)
-        finally:
-            session.span.end(end)
-
-    def _finish(self, event: Event, session: _Session, end: int) -> None:
-        span, data = session.span, event.data
-        outcome = _value(data, "outcome")
-        error = _value(data, "error") or None
-        failed = error is not None or outcome in _FAILED
-        for phase in session.phases.values():
-            while phase.open:
-                # a phase without an end is the one that the failure interrupted
-                _close(phase, end, {"error": error if error is not None or not failed else outcome})
-        span.set_attributes(_collect(_END, data))
-        for strategy, count in _strategies(data):
-            span.set_attribute(f"{names.LAYER_STRATEGY}.{strategy}", count)
-        span.set_attribute(names.VIOLATION_COUNT, session.violations)
-        if session.suppressed:
-            span.set_attribute(names.SESSION_SUPPRESSED_EVENT_COUNT, session.suppressed)
-        if failed:
-            _fail(span, error, _text(outcome))
-            _record_exception(span, error, end)
-        self._phase_spans(event.session_id, session)
-
-    def _phase_spans(self, session_id: str, session: _Session) -> None:
-        assert self._tracer is not None
-        context = trace.set_span_in_context(session.span)
-        for name, run in _within_budget(session.phases, MAX_SPANS - 1):
-            attributes: dict[str, AttributeValue] = {
-                names.PHASE: name,
-                names.SESSION_ID: _text(session_id),
-                names.CALL_COUNT: run.calls,
-                names.CALL_DURATION: run.busy / 1e9,
-            }
-            if run.tensors or run.size:
-                attributes[names.TENSOR_COUNT] = run.tensors
-                attributes[names.TENSOR_SIZE] = run.size
-            span = self._tracer.start_span(name, context, SpanKind.INTERNAL, attributes, start_time=run.start)
-            try:
-                if run.error is not None:
-                    _fail(span, run.error, "")
-            finally:
-                span.end(run.end)
+    def _note(self, event: Event, session: Recording) -> None:
+        _add_event(session, event, names.EVENT_NOTE, {names.MESSAGE: text(event.data.get("message"))})
 
 
-def _close(phase: _Phase, end: int, data: Mapping[str, object]) -> None:
-    run = phase.open.pop()
-    run.end = max(end, run.start)
-    run.busy = run.end - run.start
-    run.tensors = _count(data.get("tensors"))
-    run.size = _count(data.get("bytes"))
-    run.error = data.get("error")
-    total = phase.total
-    if total is None:
-        phase.total = _Run(run.start, run.end, run.busy, 1, run.tensors, run.size, run.error)
-    else:
-        total.start = min(total.start, run.start)
-        total.end = max(total.end, run.end)
-        total.busy += run.busy
-        total.calls += 1
-        total.tensors += run.tensors
-        total.size += run.size
-        total.error = run.error if run.error is not None else total.error
-    if len(phase.runs) < MAX_SPANS:
-        phase.runs.append(run)
+def _parent(first_load: bool) -> Context | None:
+    """None: the current context, with a span or without. A first load may hang under what the host passed on."""
+    if not first_load or trace.get_current_span().get_span_context().is_valid:
+        return None
+    carrier = {}
+    for name in _HEADERS:
+        given = os.environ.get(name) or os.environ.get(name.upper())
+        if given:
+            carrier[name] = given
+    return propagate.extract(carrier) if carrier else None
 
 
-def _within_budget(phases: Mapping[str, _Phase], budget: int) -> Iterable[tuple[str, _Run]]:
-    """At most ``budget`` runs: the phases with most runs are folded first, then the last phases left out."""
-    totals = {name: phase.total for name, phase in phases.items() if phase.total is not None}
-    folded: set[str] = set()
-    for name in sorted(totals, key=lambda name: totals[name].calls, reverse=True):
-        if sum(1 if other in folded else total.calls for other, total in totals.items()) <= budget:
-            break
-        folded.add(name)
-    chosen = [
-        (name, run)
-        for name, total in totals.items()
-        for run in ([total] if name in folded else phases[name].runs)
-    ]
-    return sorted(chosen, key=lambda item: item[1].start)[:budget]
-
-
-def _add_event(session: _Session, event: Event, name: str, attributes: Attributes) -> None:
+def _add_event(session: Recording, event: Event, name: str, attributes: Attributes) -> None:
     if session.span_events >= MAX_SPAN_EVENTS:
         session.suppressed += 1
         return
@@ -284,64 +236,8 @@ def _add_event(session: _Session, event: Event, name: str, attributes: Attribute
     session.span.add_event(name, attributes, session.at(event))
 
 
-def _fail(span: Span, error: object, fallback: str) -> None:
-    span.set_attribute(names.ERROR_TYPE, _error_type(error))
-    span.set_status(Status(StatusCode.ERROR, _text(error) if error is not None else fallback))
-
-
-def _error_type(error: object) -> str:
-    """Qualified class name; of an error that came as text, the class that its code tells."""
-    if isinstance(error, str):
-        error = errors.from_message(error)
-    if not isinstance(error, BaseException):
-        return "_OTHER"
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _record_exception(span: Span, error: object, at: int) -> None:
     # exceptions as span events are on their way out; who has opted for logs only gets none
     wanted = os.environ.get("OTEL_SEMCONV_EXCEPTION_SIGNAL_OPT_IN", "").split(",")
     if isinstance(error, Exception) and "logs" not in (item.strip() for item in wanted):
         span.record_exception(error, timestamp=at)
-
-
-def _value(data: Mapping[str, object], key: str) -> object:
-    if key in data:
-        return data[key]
-    return getattr(data.get("report"), key, None)
-
-
-def _collect(table: Mapping[str, str], data: Mapping[str, object]) -> dict[str, AttributeValue]:
-    """Attributes that ``data`` has a value for, each in the registry's type; what does not fit is left out."""
-    found: dict[str, AttributeValue] = {}
-    for name, key in table.items():
-        value = _value(data, key)
-        if names.TYPES[name] == "int":
-            if isinstance(value, int) and not isinstance(value, bool):
-                found[name] = value
-        elif value is not None and value != "":
-            found[name] = _text(value)
-    return found
-
-
-def _strategies(data: Mapping[str, object]) -> list[tuple[str, int]]:
-    counts = _value(data, "layers_by_strategy")
-    if not isinstance(counts, Mapping):
-        return []
-    return [(_text(name), _count(count)) for name, count in counts.items()]
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _text(value: object) -> str:
-    return "" if value is None else errors.clean(value, _TEXT)
-
-
-def _version() -> str:
-    import weightlife
-
-    package: Any = weightlife
-    return str(getattr(package, "__version__", ""))

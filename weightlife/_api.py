@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
@@ -16,12 +15,13 @@ from weightlife.hosts import runtime
 from weightlife.hosts.patching import Patcher
 
 if TYPE_CHECKING:
+    from weightlife.otel.listening import Telemetry
     from weightlife.report import LoadReport
 
 _lock = threading.RLock()
 _exported: dict[str, str | None] = {}
 _logger: dict[str, Any] = {}
-_listeners: dict[str, Callable[[], None]] = {}
+_telemetry: list[Telemetry] = []
 
 
 def install(**settings: Any) -> None:
@@ -77,15 +77,24 @@ def _install(wanted: Settings) -> None:
     _logger.setdefault("handlers", list(log.handlers))
     log.setLevel(wanted.log_level.upper())
     patcher.apply()
-    _listen()
+    listen(wanted)
 
 
-def _listen() -> None:
-    if "spans" in _listeners:
-        return
-    from weightlife.otel.spans import SpanListener
+def listen(wanted: Settings, tracer_provider: Any = None, meter_provider: Any = None) -> None:
+    """Make spans and metrics of every session. Given providers take the place of those that are used now."""
+    from weightlife.otel.listening import Telemetry
 
-    _listeners["spans"] = SpanListener().subscribe()
+    if tracer_provider is not None or meter_provider is not None:
+        _silence()
+    if not _telemetry:
+        _telemetry.append(Telemetry(tracer_provider, meter_provider))
+    _telemetry[0].configure(wanted.trace_layers, wanted.trace_layer_ms / 1e3)
+
+
+def _silence() -> None:
+    for telemetry in _telemetry:
+        telemetry.close()
+    _telemetry.clear()
 
 
 def _export(variables: dict[str, str]) -> None:
@@ -127,9 +136,7 @@ def uninstall() -> None:
         log = logging.getLogger("weightlife")
         log.setLevel(_logger.pop("level", log.level))
         log.handlers[:] = _logger.pop("handlers", log.handlers)
-        for stop in _listeners.values():
-            stop()
-        _listeners.clear()
+        _silence()
         runtime.set_runtime(None, None)
         for name, value in _exported.items():
             if value is None:

@@ -31,6 +31,7 @@ Partial = Literal["forbid", "by_layer", "allow"]
 Unexpected = Literal["refuse", "ignore"]
 Check = Literal["strict", "warn", "off"]
 Processing = Literal["as_complete", "at_finish"]
+Layers = Literal["off", "slow", "all"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _SIZE = re.compile(r"(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
@@ -155,6 +156,20 @@ class Settings:
         default="warn",
         metadata=_choice(
             Check, "Workers that run without weightlife, with another version or with other settings."
+        ),
+    )
+    trace_layers: Layers = field(
+        default="slow",
+        metadata=_choice(
+            Layers,
+            "Layers that get spans of their own: those whose processing took trace_layer_ms ('slow', at most 20 spans "
+            "a session in all), every one ('all', at most 512) or none.",
+        ),
+    )
+    trace_layer_ms: int = field(
+        default=100,
+        metadata=_integer(
+            "Milliseconds of processing from which a layer is slow.", minimum=0, size=False, optional=False
         ),
     )
     log_level: LogLevel = field(

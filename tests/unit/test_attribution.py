@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,7 +208,8 @@ class TestPeak:
         served.open()
 
         def greedy(weights: Any) -> Any:
-            now = int(next(x for x in open("/proc/self/status") if x.startswith("VmRSS")).split()[1]) * 1024
+            lines = Path("/proc/self/status").read_text().splitlines()
+            now = int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
             hole = torch.ones((before - now + size,), dtype=torch.uint8)
             assert hole[-1] == 1
             return served.model.load_weights(weights)

@@ -40,6 +40,8 @@ def test_defaults() -> None:
         "undo_budget_bytes": None,
         "implicit_patience": 64,
         "handshake": "warn",
+        "trace_layers": "slow",
+        "trace_layer_ms": 100,
         "log_level": "info",
     }
 

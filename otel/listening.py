@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All listeners of a process, set up and taken back together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics, trace
+
+from weightlife._engine import events
+from weightlife.otel.delivery import Delivery
+from weightlife.otel.metrics import MetricListener
+from weightlife.otel.spans import SpanListener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
+
+    from weightlife._engine.events import Bus, Event
+
+__all__ = ["Telemetry"]
+
+
+class Telemetry:
+    """Spans and metrics of a bus, and their delivery.
+
+    Args:
+        tracer_provider, meter_provider: where they go, else to whatever is global at the time.
+        bus: what to listen to.
+    """
+
+    def __init__(
+        self,
+        tracer_provider: TracerProvider | None = None,
+        meter_provider: MeterProvider | None = None,
+        bus: Bus = events.bus,
+    ) -> None:
+        self.delivery = Delivery()
+        self.spans = SpanListener(tracer_provider, self.delivery)
+        self.metrics = MetricListener(meter_provider, self.delivery)
+        self._given = tracer_provider is not None or meter_provider is not None
+        # In this order: what is flushed at a session's end is all of that session.
+        self._stops: list[Callable[[], None]] = [
+            self.metrics.subscribe(bus), self.spans.subscribe(bus), bus.subscribe(self._flush),
+        ]  # fmt: skip
+
+    def configure(self, layers: str, layer_seconds: float) -> None:
+        """Which layers get spans: see `SpanListener`."""
+        self.spans.layers, self.spans.layer_seconds = layers, layer_seconds
+
+    def close(self) -> None:
+        """Stop listening, and wait a moment for what is on its way."""
+        for stop in self._stops:
+            stop()
+        self._stops.clear()
+        self.delivery.wait()
+
+    def _flush(self, event: Event) -> None:
+        """A session ended: send what there is, and wait for it a little. What hangs is waited for once."""
+        if event.name != events.SESSION_END or not (self._given or _has_provider()):
+            return
+        stuck = self.delivery.pending > 1  # more than this session's own spans
+        if self.delivery.submit(self._send) and not stuck:
+            self.delivery.wait()
+
+    def _send(self) -> None:
+        self.spans.flush()
+        self.metrics.flush()
+
+
+def _has_provider() -> bool:
+    """Whether there is anything to flush: the API's own defaults have no such method."""
+    return hasattr(trace.get_tracer_provider(), "force_flush") or hasattr(
+        metrics.get_meter_provider(), "force_flush"
+    )
