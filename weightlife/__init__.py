@@ -15,10 +15,19 @@ from weightlife import errors
 from weightlife._version import __version__
 
 if TYPE_CHECKING:
-    from weightlife._api import install, last_report, last_reports, observe, status, uninstall
+    from weightlife._api import (
+        configure_otel,
+        install,
+        last_report,
+        last_reports,
+        observe,
+        status,
+        uninstall,
+    )
     from weightlife._session import abort, session, watch, wrap_loader
 
 _LAZY = {
+    "configure_otel": "weightlife._api",
     "install": "weightlife._api",
     "uninstall": "weightlife._api",
     "observe": "weightlife._api",
@@ -32,8 +41,8 @@ _LAZY = {
 }
 
 __all__ = [
-    "__version__", "abort", "errors", "install", "last_report", "last_reports", "observe", "session", "status", "uninstall", "watch",
-    "wrap_loader",
+    "__version__", "abort", "configure_otel", "errors", "install", "last_report", "last_reports", "observe", "session",
+    "status", "uninstall", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

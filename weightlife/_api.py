@@ -22,6 +22,7 @@ _lock = threading.RLock()
 _exported: dict[str, str | None] = {}
 _logger: dict[str, Any] = {}
 _telemetry: list[Telemetry] = []
+_defaults: set[str] = set()  # "watching": the mode in force was auto-instrumentation's choice
 
 
 def install(**settings: Any) -> None:
@@ -33,13 +34,40 @@ def install(**settings: Any) -> None:
     Raises:
         ConfigError: an unknown setting or a bad value. ActiveSessionError: a session is open.
     """
-    wanted = Settings.from_env(os.environ).replace(**settings) if settings else Settings.from_env(os.environ)
+    environ = dict(os.environ)
+    if "watching" in _defaults:
+        environ.pop("WEIGHTLIFE_MODE", None)  # auto-instrumentation's choice, not the caller's
+    wanted = Settings.from_env(environ)
+    wanted = wanted.replace(**settings) if settings else wanted
     if enabled_from_env(os.environ) is False:
         return
     with _lock:
         _install(wanted)
-        _export({"WEIGHTLIFE": "1", **wanted.to_env()})
+        _defaults.discard("watching")
+        export({"WEIGHTLIFE": "1", **wanted.to_env()})
     _say_if_late()
+
+
+def instrument(tracer_provider: Any = None, meter_provider: Any = None) -> bool:
+    """What OpenTelemetry's auto-instrumentation does: watch, and no more than that unless the environment asks for it.
+
+    Returns whether weightlife was installed by this call.
+    """
+    if enabled_from_env(os.environ) is False:
+        return False
+    fresh = not runtime.installed()
+    if fresh:
+        asked = enabled_from_env(os.environ) or bool(os.environ.get("WEIGHTLIFE_MODE"))
+        install(**({} if asked else {"mode": "observe"}))
+        if not asked:
+            _defaults.add("watching")
+    with _lock:
+        if tracer_provider is not None or meter_provider is not None:
+            listen(runtime.settings(), tracer_provider, meter_provider)
+        else:
+            # It takes itself out of PYTHONPATH: workers set up the SDK from the same OTEL_* variables themselves.
+            export({"WEIGHTLIFE_OTEL": "1"})
+    return fresh
 
 
 def _say_if_late() -> None:
@@ -64,6 +92,10 @@ def install_from_environment() -> None:
     with _lock:
         if not runtime.installed():
             _install(Settings.from_env(os.environ))
+            if os.environ.get("WEIGHTLIFE_OTEL") == "1":
+                from weightlife.otel import providers
+
+                providers.configure_worker(os.environ)
 
 
 def _install(wanted: Settings) -> None:
@@ -85,19 +117,21 @@ def listen(wanted: Settings, tracer_provider: Any = None, meter_provider: Any = 
     from weightlife.otel.listening import Telemetry
 
     if tracer_provider is not None or meter_provider is not None:
-        _silence()
+        silence()
     if not _telemetry:
         _telemetry.append(Telemetry(tracer_provider, meter_provider))
     _telemetry[0].configure(wanted.trace_layers, wanted.trace_layer_ms / 1e3)
 
 
-def _silence() -> None:
+def silence() -> None:
+    """No spans or metrics from here on."""
     for telemetry in _telemetry:
         telemetry.close()
     _telemetry.clear()
 
 
-def _export(variables: dict[str, str]) -> None:
+def export(variables: dict[str, str]) -> None:
+    """Set variables that workers inherit; `uninstall()` puts the former values back."""
     for name, value in variables.items():
         _exported.setdefault(name, os.environ.get(name))
         os.environ[name] = value
@@ -136,7 +170,8 @@ def uninstall() -> None:
         log = logging.getLogger("weightlife")
         log.setLevel(_logger.pop("level", log.level))
         log.handlers[:] = _logger.pop("handlers", log.handlers)
-        _silence()
+        silence()
+        _defaults.clear()
         runtime.set_runtime(None, None)
         for name, value in _exported.items():
             if value is None:
@@ -144,6 +179,36 @@ def uninstall() -> None:
             else:
                 os.environ[name] = value
         _exported.clear()
+
+
+def configure_otel(
+    endpoint: str | None = None, *, protocol: str | None = None, service_name: str | None = None
+) -> dict[str, str]:
+    """Set up OpenTelemetry where there is none: the SDK, and OTLP exporters for traces and metrics.
+
+    Call it before the engine is made: workers are told by environment variables, and set up the same. A provider that
+    is there already, or that vLLM sets for `--otlp-traces-endpoint`, is kept. Nothing else in weightlife ever sets one.
+
+    Args:
+        endpoint: an URL; by default OTEL_EXPORTER_OTLP_ENDPOINT, or this machine (port 4318, or 4317 for gRPC).
+        protocol: "http/protobuf" (the default) or "grpc"; else OTEL_EXPORTER_OTLP_PROTOCOL.
+        service_name: by default OTEL_SERVICE_NAME, or "vllm".
+
+    Returns:
+        signal -> the address that it goes to, "kept", "none" (OTEL_*_EXPORTER=none) or "disabled" (OTEL_SDK_DISABLED).
+
+    Raises:
+        ConfigError: the SDK is not installed, or an argument is not legal.
+    """
+    from weightlife.otel import providers
+
+    before = dict(os.environ)
+    with _lock:
+        done = providers.configure(endpoint, protocol, service_name, os.environ)
+        changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        for name in changed:
+            _exported.setdefault(name, before.get(name))
+    return done
 
 
 def observe(on: bool = True) -> None:

@@ -23,7 +23,11 @@ PACKAGE = ROOT / "weightlife"
 HEAVY = ("torch", "vllm", "triton", "opentelemetry.sdk", "numpy", "transformers")
 
 # Child modules that need what is no dependency of ours.
-NEEDS = {"weightlife.testing.worker_ext": "vllm", "weightlife.testing.transfer": "vllm"}
+NEEDS = {
+    "weightlife.testing.worker_ext": "vllm",
+    "weightlife.testing.transfer": "vllm",
+    "weightlife.otel.instrumentor": "opentelemetry.instrumentation",
+}
 
 
 def submodules() -> list[str]:

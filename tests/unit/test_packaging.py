@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 import weightlife
@@ -92,6 +93,13 @@ class TestMetadata:
     def test_entry_point_loads(self):
         (point,) = (p for p in metadata.entry_points(group="vllm.general_plugins") if p.name == "weightlife")
         assert callable(point.load())
+
+    def test_entry_point_of_auto_instrumentation_names_what_exists(self):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        module, _, name = project["entry-points"]["opentelemetry_instrumentor"]["weightlife"].partition(":")
+        source = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        assert f"class {name}(BaseInstrumentor)" in source
+        assert any("opentelemetry-instrumentation" in r for r in project["optional-dependencies"]["otel"])
 
     def test_licence_is_an_expression(self):
         assert metadata.metadata("weightlife")["License-Expression"] == "Apache-2.0"
