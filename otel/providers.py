@@ -64,7 +64,7 @@ def configure_worker(environ: MutableMapping[str, str]) -> None:
     try:
         _require()
         _set_up(environ)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the worker runs all the same; the user reads why it is not traced
         _log.exception("telemetry could not be set up in this process")
 
 

@@ -45,6 +45,24 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
     raise errors.HostError(f"unknown question {question!r}")
 
 
+def call(worker: Any, payload: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the worker in the context of the front end's caller."""
+    from weightlife.otel.carrier import attached
+
+    method = getattr(worker, payload["method"], None)
+    if method is None:  # in the host's words
+        raise NotImplementedError(f"Method {payload['method']!r} is not implemented.")
+    with attached(payload["carrier"]):
+        return method(*args, **kwargs)
+
+
+def method_of(method: Any, args: Any) -> Any:
+    """The method that a `collective_rpc` means, also where it goes through the reserved one."""
+    if method == METHOD and args and args[0] == "call":
+        return args[1]["method"]
+    return method
+
+
 def scrub(worker: Any) -> bool:
     """Zero the key-value caches if a former generation left NaN in them. Call it when no request is running.
 

@@ -350,7 +350,8 @@ def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     out = wrapped(*args, **kwargs)
     if not runtime.installed():
         return out
-    if _argument(args, kwargs, 0, "method") in _COMMITTING and runtime.settings().mode == "enforce":
+    method = remote.method_of(_argument(args, kwargs, 0, "method"), _argument(args, kwargs, 2, "args"))
+    if method in _COMMITTING and runtime.settings().mode == "enforce":
         if not instance.reset_prefix_cache():
             logging.getLogger("weightlife").warning(
                 "the prefix cache could not be reset after a weight update: requests are running on blocks of the old"

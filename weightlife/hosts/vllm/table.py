@@ -25,9 +25,21 @@ def _late(name: str) -> Any:
     return wrapper
 
 
-def _answer(worker: Any, question: Any, payload: Any = None) -> Any:
+def _tracing(name: str) -> Any:
+    def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(importlib.import_module("weightlife.hosts.vllm.propagation"), name)(
+            wrapped, instance, args, kwargs
+        )
+
+    wrapper.__name__ = name
+    return wrapper
+
+
+def _answer(worker: Any, question: Any, payload: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     from weightlife.hosts.vllm import remote
 
+    if question == "call":
+        return remote.call(worker, payload, args, kwargs)
     return remote.answer(worker, question, payload)
 
 
@@ -73,6 +85,12 @@ SEAMS = [
          why="settings travel to Ray workers"),
     Seam("worker_rpc", "vllm.v1.worker.worker_base", "WorkerBase._weightlife_rpc", cast("Any", _answer), adds=True,
          why="status and reports of workers"),
+    Seam("front_rpc", "vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", _tracing("front_rpc"),
+         why="the caller's trace goes on in the workers"),
+    Seam("front_rpc_async", "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _tracing("front_rpc_async"),
+         why="the caller's trace goes on in the workers"),
+    Seam("http_context", "vllm.entrypoints.launchers.app", "build_app", _tracing("build_app"), since="0.32",
+         why="a trace that comes with an HTTP request goes on in the workers"),
     Seam("handshake", "vllm.v1.engine.llm_engine", "LLMEngine.__init__", _late("after_engine"),
          why="workers run weightlife too"),
     Seam("handshake_core", "vllm.v1.engine.core", "EngineCore.__init__", _late("after_engine"),
