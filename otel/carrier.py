@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanKind
 
 from weightlife._version import __version__
 from weightlife.otel import names
+from weightlife.otel.ids import unseed
 from weightlife.otel.recording import fail
 from weightlife.otel.spans import SCOPE, suppressed
 from weightlife.otel.values import failure
@@ -74,6 +75,7 @@ class Calls:
         parent = None
         if not trace.get_current_span().get_span_context().is_valid:
             parent = self._open.get(engine)
+        unseed(trace.get_tracer_provider())
         tracer = trace.get_tracer(SCOPE, __version__)
         span = tracer.start_span(
             f"collective_rpc {method}", parent, SpanKind.INTERNAL, {names.RPC_METHOD: method}

@@ -9,6 +9,7 @@ from opentelemetry import metrics, trace
 
 from weightlife._engine import events
 from weightlife.otel.delivery import Delivery
+from weightlife.otel.ids import unseed
 from weightlife.otel.metrics import MetricListener
 from weightlife.otel.spans import SpanListener
 
@@ -41,10 +42,18 @@ class Telemetry:
         self.spans = SpanListener(tracer_provider, self.delivery)
         self.metrics = MetricListener(meter_provider, self.delivery)
         self._given = tracer_provider is not None or meter_provider is not None
-        # In this order: what is flushed at a session's end is all of that session.
-        self._stops: list[Callable[[], None]] = [
-            self.metrics.subscribe(bus), self.spans.subscribe(bus), bus.subscribe(self._flush),
-        ]  # fmt: skip
+        # Now, so that the host's own spans of a worker differ from those of its siblings, too.
+        unseed(tracer_provider or trace.get_tracer_provider())
+        self._bus = bus
+        self._stops: list[Callable[[], None]] = []
+        self.open()
+
+    def open(self) -> None:
+        """Listen (again). Twice is once."""
+        if not self._stops:
+            # In this order: what is flushed at a session's end is all of that session.
+            listeners = (self.metrics, self.spans, self._flush)
+            self._stops = [self._bus.subscribe(listener) for listener in listeners]
 
     def configure(self, layers: str, layer_seconds: float) -> None:
         """Which layers get spans: see `SpanListener`."""
@@ -52,9 +61,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Stop listening, and wait a moment for what is on its way."""
-        for stop in self._stops:
+        stops, self._stops = self._stops, []
+        for stop in stops:
             stop()
-        self._stops.clear()
         self.delivery.wait()
 
     def _flush(self, event: Event) -> None:

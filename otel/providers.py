@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -119,6 +120,7 @@ def _traces(protocol: str) -> None:
 def _metrics(protocol: str) -> None:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
 
     exporter: Any
     if protocol == GRPC:
@@ -129,7 +131,11 @@ def _metrics(protocol: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
         exporter = OTLPMetricExporter()
-    metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(exporter)]))
+    resource = Resource.create()
+    if "service.instance.id" not in resource.attributes:
+        # Without it the counters of two workers would be taken for one that jumps.
+        resource = resource.merge(Resource({"service.instance.id": str(uuid.uuid4())}))
+    metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(exporter)], resource))
 
 
 def _require() -> None:

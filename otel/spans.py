@@ -27,6 +27,7 @@ from weightlife._engine import events
 from weightlife._version import __version__
 from weightlife.otel import names
 from weightlife.otel.delivery import Delivery
+from weightlife.otel.ids import unseed
 from weightlife.otel.recording import MAX_LAYER_SPANS, MAX_SPANS, Recording, fail
 from weightlife.otel.values import START, collect, failure, of_report, operation, outcome_of, text, value
 from weightlife.report import LoadReport
@@ -103,6 +104,11 @@ class SpanListener:
         """Listen to ``bus``; returns the function that ends it."""
         return bus.subscribe(self)
 
+    def tracer(self) -> Tracer:
+        """The tracer of our scope. Its ids don't repeat where the host seeds Python's `random`."""
+        unseed(self._provider or trace.get_tracer_provider())
+        return trace.get_tracer(SCOPE, __version__, self._provider)
+
     def flush(self) -> None:
         """Export what has ended. Blocks as long as an exporter does: for the delivery's thread only."""
         flush = getattr(self._provider or trace.get_tracer_provider(), "force_flush", None)
@@ -131,9 +137,9 @@ class SpanListener:
             stale.span.end(max(stale.wall_ns, stale.at(event)))
         if suppressed():
             return
-        if self._tracer is None:
-            # a proxy until a provider is set, and that provider's tracer from then on
-            self._tracer = trace.get_tracer(SCOPE, __version__, self._provider)
+        if self._tracer is None or self._provider is None:
+            # taken anew: the global provider may have been set since
+            self._tracer = self.tracer()
         model = text(value(event.data, "model"))
         first_load = operation(event.data) == "first_load"
         span = self._tracer.start_span(

@@ -123,6 +123,13 @@ def listen(wanted: Settings, tracer_provider: Any = None, meter_provider: Any = 
     _telemetry[0].configure(wanted.trace_layers, wanted.trace_layer_ms / 1e3)
 
 
+def ensure_listening(wanted: Settings) -> None:
+    """For plain modules, whose user need not have called `install()`."""
+    with _lock:
+        if not _telemetry:
+            listen(wanted)
+
+
 def silence() -> None:
     """No spans or metrics from here on."""
     for telemetry in _telemetry:

@@ -40,6 +40,7 @@ def watch(model: torch.nn.Module, host: Host | None = None, **settings: Any) -> 
     """
     import torch
 
+    from weightlife import _api
     from weightlife._engine import lifecycle
     from weightlife.hosts import forward
     from weightlife.hosts.torch import TorchHost
@@ -51,6 +52,7 @@ def watch(model: torch.nn.Module, host: Host | None = None, **settings: Any) -> 
             "a scripted module takes no hooks on its forward", model=type(model).__name__,
             hint="load the module first, and script it then",
         )  # fmt: skip
+    _api.ensure_listening(wanted)
     life = lifecycle.Lifecycle(model, host or TorchHost(model), wanted, fill=runtime.fill())
     life.own_mode = settings.get("mode")
     forward.guard(model, life)

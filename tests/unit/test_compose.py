@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,77 @@ def test_no_obsolete_version_key(compose):
     assert "version" not in compose
 
 
-def test_every_image_is_pinned_to_a_release_of_jaeger_2(compose):
+def test_every_image_is_pinned_to_a_release(compose):
     for name, service in compose["services"].items():
-        assert re.fullmatch(r"jaegertracing/jaeger:2\.\d+\.\d+", service["image"]), name
+        assert re.fullmatch(r"[a-z-]+/[a-z-]+:v?\d+\.\d+\.\d+", service["image"]), name
+    for name in ("jaeger", "jaeger-volume"):
+        assert compose["services"][name]["image"].startswith("jaegertracing/jaeger:2.")
 
 
 def test_ports_are_bound_to_loopback_only(compose):
     published = {
         name: _published(service) for name, service in compose["services"].items() if "ports" in service
     }
-    assert published == {"jaeger": {port: ("127.0.0.1", port) for port in (16686, 4317, 4318)}}
+    assert published.pop("jaeger") == {port: ("127.0.0.1", port) for port in (16686, 4317, 4318)}
+    assert {address for ports in published.values() for address, _ in ports.values()} == {"127.0.0.1"}
+    every = [port for ports in published.values() for _, port in ports.values()]
+    assert len(set(every) | {16686, 4317, 4318}) == len(every) + 3
+
+
+def test_jaeger_alone_comes_up_unless_metrics_are_asked_for(compose):
+    profiles = {name: service.get("profiles", []) for name, service in compose["services"].items()}
+    assert {name for name, chosen in profiles.items() if not chosen} == {"jaeger", "jaeger-volume"}
+    assert {tuple(chosen) for chosen in profiles.values() if chosen} == {("metrics",)}
+
+
+def test_every_service_that_can_be_asked_has_a_health_check_and_whoever_waits_waits_for_it(compose):
+    services = compose["services"]
+    checked = {name for name, service in services.items() if "healthcheck" in service}
+    # The collector's image has nothing to ask with.
+    assert checked == {name for name, service in services.items() if "ports" in service} - {"collector"}
+    for service in services.values():
+        for name, how in service.get("depends_on", {}).items():
+            assert how["condition"] == (
+                "service_healthy" if name in checked else "service_completed_successfully"
+            )
+
+
+def test_every_file_that_is_mounted_is_there_and_read_only(compose):
+    for service in compose["services"].values():
+        for source, mode in _mounts(service).values():
+            if source.startswith("."):
+                assert (ROOT / source).is_file(), source
+                assert mode == "ro"
+
+
+def test_keys_are_those_of_the_compose_specification(compose):
+    """A misspelt key would be refused by Docker, on the machine of somebody else."""
+    assert set(compose) <= {"services", "volumes", "x-jaeger-image"}
+    legal = {
+        *(
+            "image",
+            "command",
+            "entrypoint",
+            "user",
+            "network_mode",
+            "restart",
+            "volumes",
+            "ports",
+            "depends_on",
+        ),
+        *("healthcheck", "stop_grace_period", "profiles", "environment"),
+    }
+    for service in compose["services"].values():
+        assert set(service) <= legal
+        assert set(service.get("healthcheck", {})) <= {
+            "test",
+            "interval",
+            "timeout",
+            "retries",
+            "start_period",
+        }
+        assert service["restart"] in ("no", "unless-stopped")
+        assert all(isinstance(value, str) for value in service.get("environment", {}).values())
 
 
 def test_every_named_volume_is_declared_and_used(compose):
@@ -136,3 +198,117 @@ def test_reader_and_writer_name_the_same_storage(config):
     (storage,) = config["extensions"]["jaeger_storage"]["backends"]
     assert config["extensions"]["jaeger_query"]["storage"]["traces"] == storage
     assert config["exporters"]["jaeger_storage_exporter"]["trace_storage"] == storage
+
+
+def _yaml(*parts: str) -> dict[str, Any]:
+    return yaml.safe_load(ROOT.joinpath("otel", *parts).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def collector() -> dict[str, Any]:
+    return _yaml("collector.yaml")
+
+
+class TestMetrics:
+    """The collector, Prometheus and Grafana agree with each other, with Jaeger, and with the names that we emit."""
+
+    def test_the_collector_listens_where_its_ports_are_published(self, compose, collector):
+        protocols = collector["receivers"]["otlp"]["protocols"]
+        endpoints = [protocols["grpc"]["endpoint"], protocols["http"]["endpoint"]]
+        assert all(endpoint.startswith("0.0.0.0:") for endpoint in endpoints)
+        assert {_port(endpoint) for endpoint in endpoints} == set(
+            _published(compose["services"]["collector"])
+        )
+
+    def test_pipelines_name_only_what_is_declared_and_all_of_it(self, collector):
+        declared = {
+            kind: set(collector[kind]) for kind in ("receivers", "processors", "exporters", "connectors")
+        }
+        used: dict[str, set[str]] = {kind: set() for kind in ("receivers", "processors", "exporters")}
+        for pipeline in collector["service"]["pipelines"].values():
+            for kind in used:
+                used[kind] |= set(pipeline[kind])
+            assert pipeline["processors"][0] == "memory_limiter"
+        assert used["receivers"] == declared["receivers"] | declared["connectors"]
+        assert used["exporters"] == declared["exporters"] | declared["connectors"]
+        assert used["processors"] == declared["processors"]
+        # a connector ends one pipeline and begins another
+        assert "spanmetrics" in collector["service"]["pipelines"]["traces"]["exporters"]
+        assert "spanmetrics" in collector["service"]["pipelines"]["metrics"]["receivers"]
+
+    def test_traces_go_to_jaeger(self, compose, collector, config):
+        host, port = collector["exporters"]["otlp/jaeger"]["endpoint"].split(":")
+        assert host in compose["services"]
+        assert int(port) == _port(config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"])
+        assert "jaeger" in compose["services"]["collector"]["depends_on"]
+
+    def test_buckets_are_those_of_our_own_histograms(self, collector):
+        from weightlife.otel.metrics import BOUNDARIES
+
+        given = collector["connectors"]["spanmetrics"]["histogram"]["explicit"]["buckets"]
+        seconds = [float(b[:-2]) / 1e3 if b.endswith("ms") else float(b[:-1]) for b in given]
+        assert seconds == pytest.approx(BOUNDARIES, rel=0.05)
+
+    def test_prometheus_reads_the_collector(self, compose, collector):
+        (job,) = _yaml("prometheus.yaml")["scrape_configs"]
+        (target,) = job["static_configs"][0]["targets"]
+        host, port = target.split(":")
+        assert host == "collector"
+        assert int(port) == _port(collector["exporters"]["prometheus"]["endpoint"])
+        assert job["honor_labels"] is True
+        service = compose["services"]["prometheus"]
+        assert _mounts(service)["/etc/prometheus/prometheus.yml"] == ("./otel/prometheus.yaml", "ro")
+        assert "--config.file=/etc/prometheus/prometheus.yml" in service["command"]
+        assert "--storage.tsdb.path=/prometheus" in service["command"]
+        assert _mounts(service)["/prometheus"] == ("prometheus-data", "rw")
+
+    def test_grafana_finds_its_sources_and_the_dashboard(self, compose):
+        service = compose["services"]["grafana"]
+        for source in _yaml("grafana", "datasources.yaml")["datasources"]:
+            url = urlsplit(source["url"])
+            assert url.port in _published(compose["services"][url.hostname])
+        (provider,) = _yaml("grafana", "dashboards.yaml")["providers"]
+        assert f"{provider['options']['path']}/weightlife.json" in _mounts(service)
+
+    def test_the_dashboard_asks_for_metrics_and_labels_that_are_emitted(self):
+        from weightlife.otel import generate_names
+
+        groups = [g for g in generate_names.load_registry() if g["type"] == "metric"]
+        legal: dict[str, set[str]] = {}
+        for group in groups:
+            # as the collector's Prometheus exporter spells them
+            name = group["metric_name"].replace(".", "_") + {"s": "_seconds", "By": "_bytes"}.get(
+                group["unit"], ""
+            )
+            labels = {a["ref"].replace(".", "_") for a in group["attributes"]}
+            if group["instrument"] == "histogram":
+                legal.update({f"{name}_{part}": labels | {"le"} for part in ("bucket", "sum", "count")})
+            else:
+                legal[f"{name}_total"] = labels
+        board = json.loads((ROOT / "otel" / "grafana" / "weightlife.json").read_text(encoding="utf-8"))
+        sources = {s["uid"] for s in _yaml("grafana", "datasources.yaml")["datasources"]}
+        asked: set[str] = set()
+        for panel in board["panels"]:
+            assert panel["description"]
+            assert panel["datasource"]["uid"] in sources
+            for target in panel["targets"]:
+                expression = target["expr"]
+                names = set(re.findall(r"\b(weightlife_\w+)\[", expression))
+                assert names
+                assert names <= set(legal), names - set(legal)
+                asked |= names
+                by = {
+                    x.strip() for found in re.findall(r"by \(([^)]*)\)", expression) for x in found.split(",")
+                }
+                assert by <= set.union(*(legal[name] for name in names))
+                assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= by
+                assert expression.count("(") == expression.count(")")
+        boxes = [tuple(panel["gridPos"][k] for k in "xywh") for panel in board["panels"]]
+        assert len({box[:2] for box in boxes}) == len(boxes)
+        covered = {name.removesuffix("_total") for name in asked}
+        missing = [
+            g["metric_name"]
+            for g in groups
+            if not any(c.startswith(g["metric_name"].replace(".", "_")) for c in covered)
+        ]
+        assert set(missing) == {"weightlife.tensor.received", "weightlife.tensor.copied"}

@@ -25,6 +25,7 @@ EXPECTED = {
     "not-covered",
     "reading-the-report",
     "settings",
+    "tracing",
 }
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

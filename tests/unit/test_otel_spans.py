@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -23,7 +25,7 @@ from tests.telemetry import Registry, group_of
 from weightlife import errors
 from weightlife._engine import events
 from weightlife._engine.events import Bus, Event
-from weightlife.otel import generate_names, names
+from weightlife.otel import generate_names, ids, names
 from weightlife.otel.spans import (
     MAX_LAYER_SPANS,
     MAX_OPEN_SESSIONS,
@@ -494,6 +496,24 @@ def test_a_disabled_sdk_is_honoured(tracing: Tracing, monkeypatch: pytest.Monkey
     assert tracing.spans == ()
 
 
+def test_a_seed_repeats_no_id_and_the_hosts_random_stream_is_not_drawn_from(tracing: Tracing) -> None:
+    for session in ("s1", "s2"):
+        random.seed(0)
+        start(tracing, session)
+        tracing.phase("receive")
+        end(tracing, session)
+    assert len({span.context.span_id for span in tracing.spans}) == len(tracing.spans) == 3
+    assert len({span.context.trace_id for span in tracing.spans}) == 2
+    drawn = random.random()
+    random.seed(0)
+    assert random.random() == drawn
+    mine = type("Mine", (RandomIdGenerator,), {})()
+    provider = TracerProvider(id_generator=mine, shutdown_on_exit=False)
+    ids.unseed(provider)
+    assert provider.id_generator is mine  # somebody's own choice
+    ids.unseed(object())
+
+
 def test_no_exception_is_kept_for_the_delivery() -> None:
     """Its frames hold tensors, and an exporter may hang."""
 
@@ -628,6 +648,12 @@ assert [span.name for span in exporter.get_finished_spans()] == ["load_weights M
 class TestRegistry:
     def test_the_generated_names_are_those_of_the_registry(self) -> None:
         assert generate_names.TARGET.read_text(encoding="utf-8") == generate_names.generate(GROUPS)
+
+    def test_the_reference_in_the_documentation_is_generated_from_it(self) -> None:
+        page = generate_names.PAGE.read_text(encoding="utf-8")
+        assert page == generate_names.with_reference(page, GROUPS)
+        for name in [*ATTRIBUTES, *names.UNITS]:
+            assert f"`{name}" in page
 
     def test_names_follow_the_conventions(self) -> None:
         for name in ATTRIBUTES:

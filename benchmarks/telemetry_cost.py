@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What traces and metrics cost a load: spans a session, microseconds a loader call, milliseconds a session.
+
+    python benchmarks/telemetry_cost.py
+
+One plain model of 290 small tensors, so that what is measured is bookkeeping and not copying. The ways take turns
+session by session, since a machine's speed drifts. "silent" has no listener at all, "off" is weightlife as installed
+where no SDK is set up, "on" keeps spans in memory, "otlp" sends spans and metrics to a receiver in another process
+over HTTP, "hangs" to one that never answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LAYERS = 145  # two tensors each
+WAYS = ("silent", "off", "on", "otlp", "hangs")
+
+
+def telemetry(way: str, endpoint: str) -> Any:
+    """Listeners of one way, closed."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader, PeriodicExportingMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from weightlife.otel.listening import Telemetry
+
+    if way == "off":
+        made = Telemetry()
+    else:
+        memory = way == "on"
+        exporter: Any = InMemorySpanExporter() if memory else OTLPSpanExporter(f"{endpoint}/v1/traces")
+        reader: Any = (
+            InMemoryMetricReader()
+            if memory
+            else PeriodicExportingMetricReader(OTLPMetricExporter(f"{endpoint}/v1/metrics"))
+        )
+        spans = TracerProvider(shutdown_on_exit=False)
+        spans.add_span_processor(BatchSpanProcessor(exporter))
+        made = Telemetry(spans, MeterProvider([reader], shutdown_on_exit=False))
+        made.exporter = exporter
+    made.close()
+    return made
+
+
+def measure(rounds: int, address: dict[str, str]) -> dict[str, Any]:
+    """Seconds of each session by way, wall and CPU of this process, and spans of one session."""
+    import logging
+
+    import torch
+
+    import weightlife
+    from weightlife import _api
+
+    torch.set_num_threads(1)
+    logging.getLogger("weightlife").setLevel(logging.ERROR)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(LAYERS)))
+
+    @weightlife.wrap_loader
+    def load(module: Any, weights: Any) -> None:
+        parameters = dict(module.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+    checkpoint = {name: torch.randn_like(value) for name, value in model.named_parameters()}
+    load(model, iter(checkpoint.items()))
+    _api.silence()
+    made = {way: telemetry(way, address["hangs" if way == "hangs" else "works"]) for way in WAYS[1:]}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    busy: dict[str, list[float]] = {way: [] for way in WAYS}
+    for index in range(rounds + 3):
+        for way in WAYS:
+            if way in made:
+                made[way].open()
+            started, cpu = time.perf_counter(), time.thread_time()
+            load(model, iter(checkpoint.items()))
+            took = time.perf_counter() - started, time.thread_time() - cpu
+            if way in made:
+                made[way].close()
+            if index >= 3:
+                seconds[way].append(took[0])
+                busy[way].append(took[1])
+    made["on"].delivery.drain(10)
+    spans = len(made["on"].exporter.get_finished_spans()) / (rounds + 3)
+    return {"seconds": seconds, "busy": busy, "tensors": len(checkpoint), "spans": spans}
+
+
+def receive(mode: str) -> None:
+    """In a child: a receiver that prints its address and lives until its input ends."""
+    from tests.otlp import Receiver
+
+    with Receiver() as receiver:
+        receiver.mode = mode
+        print(receiver.http, flush=True)
+        sys.stdin.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--receive", choices=("works", "hangs"))
+    options = parser.parse_args()
+    if options.receive:
+        receive(options.receive)
+        return
+    receivers = {
+        mode: subprocess.Popen(
+            [sys.executable, __file__, "--receive", mode],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for mode in ("works", "hangs")
+    }  # fmt: skip
+    try:
+        address = {mode: r.stdout.readline().strip() for mode, r in receivers.items() if r.stdout}
+        found = measure(options.rounds, address)
+    finally:
+        for process in receivers.values():
+            if process.stdin:
+                process.stdin.close()
+            process.wait(20)
+    seconds, busy, tensors = found["seconds"], found["busy"], found["tensors"]
+    print(f"{tensors} tensors a session, {options.rounds} sessions a way, {found['spans']:g} spans a session")
+    print("way      ms a session: median    p95    max   CPU us a loader call   median, more than silent")
+    for way in WAYS:
+        middle, work = statistics.median(seconds[way]), statistics.median(busy[way])
+        tail = sorted(seconds[way])[int(len(seconds[way]) * 0.95)]
+        more = statistics.median(a - b for a, b in zip(seconds[way], seconds["silent"], strict=True))
+        print(
+            f"{way:<8} {middle * 1e3:>20.2f} {tail * 1e3:>6.2f} {max(seconds[way]) * 1e3:>6.2f}"
+            f" {work / tensors * 1e6:>22.2f} {more * 1e3:>23.2f} ms"
+        )
+    sys.stdout.flush()
+    os._exit(0)  # an exporter that hangs would keep the interpreter from ending
+
+
+if __name__ == "__main__":
+    main()
