@@ -80,9 +80,10 @@ class Calls:
         span = tracer.start_span(
             f"collective_rpc {method}", parent, SpanKind.INTERNAL, {names.RPC_METHOD: method}
         )
-        token = contexts.attach(trace.set_span_in_context(span))
+        real = span.get_span_context().is_valid  # an old API makes none where there is no SDK
+        token = contexts.attach(trace.set_span_in_context(span) if real else contexts.get_current())
         try:
-            if method in _STARTS and span.get_span_context().is_valid:
+            if method in _STARTS and real:
                 self._open[engine] = contexts.get_current()
             yield inject()
         except BaseException as error:

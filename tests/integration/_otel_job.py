@@ -31,7 +31,7 @@ def single(a: Path, b: Path, endpoint: str) -> dict[str, Any]:
 
     weightlife.install(handshake="strict", trace_layer_ms=0)
     from opentelemetry import trace
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     from weightlife.testing import oracle
 
@@ -47,8 +47,18 @@ def single(a: Path, b: Path, endpoint: str) -> dict[str, Any]:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         return time.perf_counter() - started
 
+    def answers() -> Any:
+        prompt = {"prompt_token_ids": list(range(5, 85))}  # two whole blocks that the prefix cache keeps
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, logprobs=20, ignore_eos=True)
+        (out,) = llm.generate([prompt], sampling, use_tqdm=False)
+        return [sorted((k, v.logprob) for k, v in step.items()) for step in out.outputs[0].logprobs]
+
+    before = answers()
     with tracer.start_as_current_span("trainer sync by path"):
         reload(b)
+    after = answers()
+    llm.reset_prefix_cache()
+    found["fresh_cache"] = after == answers() != before
     found["trace"] = weightlife.last_report(llm).trace_id
 
     llm.collective_rpc("start_weight_update")

@@ -117,6 +117,9 @@ class TestOneRank:
         assert reload.resource["service.name"] == "rollout"
         assert reload.resource["vllm.process_kind"] == "worker"
 
+    def test_cached_blocks_of_the_old_weights_are_forgotten_after_a_traced_call_too(self, one: Any) -> None:
+        assert one[0]["fresh_cache"]
+
     def test_what_a_reload_says(self, one: Any) -> None:
         _, receiver = one
         reload = self.sessions(receiver)[1]

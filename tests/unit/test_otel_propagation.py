@@ -296,6 +296,26 @@ class TestRequests:
         assert self.request(f"{path}/", {"Traceparent": PARENT["traceparent"], "host": "x"}) == TRACE
         assert self.request(path, {"host": "x"}) == 0
 
+    @pytest.mark.parametrize("started", [False, True])
+    def test_a_real_application_whether_its_stack_was_put_together_or_not(
+        self, exporter: InMemorySpanExporter, started: bool
+    ) -> None:
+        from fastapi import FastAPI
+        from fastapi.testclient import TestClient
+
+        app = FastAPI()
+
+        @app.post("/update_weights")
+        async def update() -> str:
+            return f"{trace.get_current_span().get_span_context().trace_id:032x}"
+
+        if started:
+            app.middleware_stack = app.build_middleware_stack()
+        assert propagation.build_app(lambda: app, None, (), {}) is app
+        with TestClient(app) as client:
+            assert client.post("/update_weights", headers=PARENT).json() == f"{TRACE:032x}"
+            assert client.post("/update_weights").json() == "0" * 32
+
     def test_nothing_else(self, exporter: InMemorySpanExporter) -> None:
         assert self.request("/v1/completions", PARENT) == 0
         assert self.request("/update_weights", PARENT, kind="websocket") == 0

@@ -52,6 +52,32 @@ weightlife.uninstall()
     )
 
 
+def test_a_plain_model_is_traced_without_installing() -> None:
+    child("""
+import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from weightlife import _api
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+model = torch.nn.Linear(2, 2)
+@weightlife.wrap_loader
+def load(module, weights):
+    for name, tensor in weights:
+        dict(module.named_parameters())[name].data.copy_(tensor)
+weights = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+load(model, iter(weights.items()))
+load(model, iter(weights.items()))
+assert _api._telemetry[0].delivery.drain(10)
+roots = [span for span in exporter.get_finished_spans() if span.name == "load_weights Linear"]
+assert [span.attributes["weightlife.session.operation"] for span in roots] == ["first_load", "update"], roots
+assert weightlife.last_report(model).trace_id == f"{roots[1].context.trace_id:032x}"
+os._exit(0)
+""")
+
+
 def test_asked_for() -> None:
     child("""
 done = weightlife.configure_otel("http://127.0.0.1:1")

@@ -88,6 +88,10 @@ async def front_rpc_async(wrapped: Any, instance: Any, args: Args, kwargs: Kwarg
 def build_app(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The HTTP server: its update endpoints run in the context of their caller."""
     app = wrapped(*args, **kwargs)
-    if runtime.installed():
+    if not runtime.installed():
+        return app
+    if getattr(app, "middleware_stack", None) is None:
         app.add_middleware(RequestContext, paths=PATHS)
+    else:  # vLLM's last step has put the stack together already, and nothing may be added to it: go round it
+        app.middleware_stack = RequestContext(app.middleware_stack, PATHS)
     return app
