@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 
 from weightlife._engine import events
 from weightlife.otel.delivery import Delivery
@@ -41,7 +41,6 @@ class Telemetry:
         self.delivery = Delivery()
         self.spans = SpanListener(tracer_provider, self.delivery)
         self.metrics = MetricListener(meter_provider, self.delivery)
-        self._given = tracer_provider is not None or meter_provider is not None
         # Now, so that the host's own spans of a worker differ from those of its siblings, too.
         unseed(tracer_provider or trace.get_tracer_provider())
         self._bus = bus
@@ -66,9 +65,18 @@ class Telemetry:
             stop()
         self.delivery.wait()
 
+    def status(self) -> dict[str, Any]:
+        """The classes of the providers ("none" where the API has nothing behind it), and what was dropped."""
+        found = {"traces": self.spans.provider(), "metrics": self.metrics.provider()}
+        shown: dict[str, Any] = {
+            signal: type(provider).__name__ if hasattr(provider, "force_flush") else "none"
+            for signal, provider in found.items()
+        }
+        return {**shown, "dropped": self.delivery.dropped}
+
     def _flush(self, event: Event) -> None:
         """A session ended: send what there is, and wait for it a little. What hangs is waited for once."""
-        if event.name != events.SESSION_END or not (self._given or _has_provider()):
+        if event.name != events.SESSION_END or not self._has_provider():
             return
         stuck = self.delivery.pending > 1  # more than this session's own spans
         if self.delivery.submit(self._send) and not stuck:
@@ -78,9 +86,8 @@ class Telemetry:
         self.spans.flush()
         self.metrics.flush()
 
-
-def _has_provider() -> bool:
-    """Whether there is anything to flush: the API's own defaults have no such method."""
-    return hasattr(trace.get_tracer_provider(), "force_flush") or hasattr(
-        metrics.get_meter_provider(), "force_flush"
-    )
+    def _has_provider(self) -> bool:
+        """Whether there is anything to flush: the API's own defaults have no such method."""
+        return hasattr(self.spans.provider(), "force_flush") or hasattr(
+            self.metrics.provider(), "force_flush"
+        )

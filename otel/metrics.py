@@ -52,9 +52,13 @@ class MetricListener:
         """Listen to ``bus``; returns the function that ends it."""
         return bus.subscribe(self)
 
+    def provider(self) -> MeterProvider:
+        """Where metrics go now."""
+        return self._provider or metrics.get_meter_provider()
+
     def flush(self) -> None:
         """Export what was recorded. May block: for the delivery's thread only."""
-        flush = getattr(self._provider or metrics.get_meter_provider(), "force_flush", None)
+        flush = getattr(self.provider(), "force_flush", None)
         if flush is not None:
             flush()
 

@@ -104,14 +104,18 @@ class SpanListener:
         """Listen to ``bus``; returns the function that ends it."""
         return bus.subscribe(self)
 
+    def provider(self) -> TracerProvider:
+        """Where spans go now."""
+        return self._provider or trace.get_tracer_provider()
+
     def tracer(self) -> Tracer:
         """The tracer of our scope. Its ids don't repeat where the host seeds Python's `random`."""
-        unseed(self._provider or trace.get_tracer_provider())
+        unseed(self.provider())
         return trace.get_tracer(SCOPE, __version__, self._provider)
 
     def flush(self) -> None:
         """Export what has ended. Blocks as long as an exporter does: for the delivery's thread only."""
-        flush = getattr(self._provider or trace.get_tracer_provider(), "force_flush", None)
+        flush = getattr(self.provider(), "force_flush", None)
         if flush is not None:
             flush()
 

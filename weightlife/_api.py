@@ -261,6 +261,7 @@ def local_status() -> dict[str, Any]:
         "seams": [],
         "models": [],
         "not_covered": list(NOT_COVERED),
+        "telemetry": _telemetry_status(),
     }
     if not runtime.installed():
         return out
@@ -282,6 +283,14 @@ def local_status() -> dict[str, Any]:
                 }
             )
     return out
+
+
+def _telemetry_status() -> dict[str, Any]:
+    """Whether anything listens, and how many sessions an exporter did not take in time."""
+    state: dict[str, Any] = {"listening": bool(_telemetry), "traces": "none", "metrics": "none", "dropped": 0}
+    for telemetry in _telemetry:
+        state.update(telemetry.status())
+    return state
 
 
 NOT_COVERED = (

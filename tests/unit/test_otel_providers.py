@@ -46,7 +46,9 @@ events.bus.emit(events.SESSION_END, "s", outcome="committed")
 assert kinds() == NONE
 assert "opentelemetry.sdk" not in sys.modules
 assert "WEIGHTLIFE_OTEL" not in os.environ
+assert weightlife.status()["telemetry"] == {"listening": True, "traces": "none", "metrics": "none", "dropped": 0}
 weightlife.uninstall()
+assert not weightlife.status()["telemetry"]["listening"]
 """,
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1",
     )
@@ -196,6 +198,7 @@ from weightlife.hosts.vllm.plugin import register
 register()
 register()
 assert kinds() == ("TracerProvider", "MeterProvider")
+assert weightlife.status()["telemetry"]["traces"] == "TracerProvider"
 os._exit(0)
 """,
         **json.loads(told),
@@ -247,6 +250,17 @@ def test_bad_arguments(bad: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigError):
         providers.configure(**given, environ=environ)
     assert environ == {}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_ray_workers_get_the_variables_that_they_need(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    from weightlife.hosts.vllm.seams import ray_variables
+
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "x")
+    monkeypatch.setenv("WEIGHTLIFE_OTEL", "1" if asked else "")
+    names = ray_variables(lambda: {"A"}, None, (), {})
+    assert {"A", "WEIGHTLIFE_OTEL"} <= names
+    assert ("OTEL_SERVICE_NAME" in names) is asked
 
 
 INSTRUMENT = """

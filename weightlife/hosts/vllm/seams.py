@@ -338,8 +338,9 @@ def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def ray_variables(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Ray copies variables by name: ours too."""
-    return wrapped(*args, **kwargs) | {name for name in os.environ if name.startswith("WEIGHTLIFE")}
+    """Ray copies variables by name: ours too, and where workers are to set up telemetry what they need for it."""
+    prefixes = ("WEIGHTLIFE", "OTEL_") if os.environ.get("WEIGHTLIFE_OTEL") == "1" else ("WEIGHTLIFE",)
+    return wrapped(*args, **kwargs) | {name for name in os.environ if name.startswith(prefixes)}
 
 
 _COMMITTING = frozenset({"reload_weights", "finish_weight_update"})
