@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -82,8 +83,10 @@ def measure(rounds: int, address: dict[str, str]) -> dict[str, Any]:
     made = {way: telemetry(way, address["hangs" if way == "hangs" else "works"]) for way in WAYS[1:]}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     busy: dict[str, list[float]] = {way: [] for way in WAYS}
+    calls: dict[str, list[float]] = {way: [] for way in WAYS}
+    order = random.Random(0)
     for index in range(rounds + 3):
-        for way in WAYS:
+        for way in order.sample(WAYS, len(WAYS)):
             if way in made:
                 made[way].open()
             started, cpu = time.perf_counter(), time.thread_time()
@@ -92,11 +95,14 @@ def measure(rounds: int, address: dict[str, str]) -> dict[str, Any]:
             if way in made:
                 made[way].close()
             if index >= 3:
+                report = weightlife.last_report(model)
+                assert report is not None
                 seconds[way].append(took[0])
                 busy[way].append(took[1])
+                calls[way].append(report.attributed["loaders"] + report.attributed["source"])
     made["on"].delivery.drain(10)
     spans = len(made["on"].exporter.get_finished_spans()) / (rounds + 3)
-    return {"seconds": seconds, "busy": busy, "tensors": len(checkpoint), "spans": spans}
+    return {"seconds": seconds, "busy": busy, "calls": calls, "tensors": len(checkpoint), "spans": spans}
 
 
 def receive(mode: str) -> None:
@@ -134,16 +140,18 @@ def main() -> None:
             if process.stdin:
                 process.stdin.close()
             process.wait(20)
-    seconds, busy, tensors = found["seconds"], found["busy"], found["tensors"]
+    seconds, tensors = found["seconds"], found["tensors"]
     print(f"{tensors} tensors a session, {options.rounds} sessions a way, {found['spans']:g} spans a session")
-    print("way      ms a session: median    p95    max   CPU us a loader call   median, more than silent")
+    print(
+        "way      us a loader call   ms a session: median     p95   CPU ms of the loading thread   more than silent"
+    )
     for way in WAYS:
-        middle, work = statistics.median(seconds[way]), statistics.median(busy[way])
+        call, middle, work = (statistics.median(found[kind][way]) for kind in ("calls", "seconds", "busy"))
         tail = sorted(seconds[way])[int(len(seconds[way]) * 0.95)]
         more = statistics.median(a - b for a, b in zip(seconds[way], seconds["silent"], strict=True))
         print(
-            f"{way:<8} {middle * 1e3:>20.2f} {tail * 1e3:>6.2f} {max(seconds[way]) * 1e3:>6.2f}"
-            f" {work / tensors * 1e6:>22.2f} {more * 1e3:>23.2f} ms"
+            f"{way:<8} {call / tensors * 1e6:>16.2f} {middle * 1e3:>22.2f} {tail * 1e3:>7.2f}"
+            f" {work * 1e3:>30.2f} {more * 1e3:>15.2f} ms"
         )
     sys.stdout.flush()
     os._exit(0)  # an exporter that hangs would keep the interpreter from ending

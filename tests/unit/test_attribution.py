@@ -51,9 +51,10 @@ def test_time_in_the_source(heard: list[Event]) -> None:
     served.finish()
     spent = last(served).attributed
     assert set(spent) == set(ATTRIBUTED)
-    assert PAUSE * len(new) <= spent["source"] < PAUSE * len(new) + 0.5
-    assert spent["loaders"] < PAUSE
-    assert spent["between_calls"] < PAUSE
+    assert PAUSE * len(new) <= spent["source"]
+    assert spent["loaders"] + spent["between_calls"] < spent["source"]
+    (receiving,) = (phase.seconds for phase in last(served).phases if phase.name == "receive")
+    assert spent["source"] + spent["loaders"] + spent["between_calls"] == pytest.approx(receiving)
     receive = next(e for e in heard if e.name == events.PHASE_END and e.data["phase"] == "receive")
     assert receive.data["tensors"] == len(new)
     assert receive.data["bytes"] == sum(t.numel() * t.element_size() for t in new.values())
@@ -72,7 +73,7 @@ def test_time_in_the_source_of_a_first_load() -> None:
     life.first.process(lambda: process_all(model))
     report = life.reports[-1]
     assert report.attributed["source"] >= PAUSE * len(weights)
-    assert report.attributed["loaders"] < PAUSE
+    assert report.attributed["loaders"] < report.attributed["source"]
     assert [(p.name, p.calls) for p in report.phases] == [("receive", 1), ("process", 1)]
     assert 0 <= report.phases[0].start < report.phases[1].start <= report.seconds
     lifecycle.forget(model)
@@ -91,7 +92,7 @@ def test_time_in_loaders() -> None:
     served.finish()
     spent = last(served).attributed
     assert spent["loaders"] >= PAUSE
-    assert spent["source"] < PAUSE
+    assert spent["source"] < spent["loaders"]
 
 
 def test_time_between_the_calls_of_an_update() -> None:
@@ -114,7 +115,7 @@ def test_time_waiting_for_other_ranks() -> None:
 
     served.host.exchange = late  # type: ignore[method-assign]
     served.update(served.checkpoint(4))
-    assert PAUSE <= last(served).attributed["ranks"] < PAUSE + 0.5
+    assert PAUSE <= last(served).attributed["ranks"] <= last(served).seconds
 
 
 def test_time_of_hooks_by_class_and_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,15 +124,16 @@ def test_time_of_hooks_by_class_and_of_layers(monkeypatch: pytest.MonkeyPatch) -
     inner = type(packed[0][1]).process
 
     def process(self: Any) -> None:
-        time.sleep(PAUSE * (2 if self is packed[1][1] else 1))
+        time.sleep(PAUSE * (10 if self is packed[1][1] else 1))
         inner(self)
 
     monkeypatch.setattr(type(packed[0][1]), "process", process)
     served.update(served.checkpoint(4))
     report = last(served)
-    assert report.processing["Packed"] >= 3 * PAUSE
+    assert report.processing["Packed"] >= 11 * PAUSE
     seconds = {layer.name: layer.seconds for layer in report.layers}
-    assert seconds[packed[1][0]] >= 2 * PAUSE > seconds[packed[0][0]] >= PAUSE
+    assert seconds[packed[1][0]] >= 10 * PAUSE
+    assert seconds[packed[1][0]] > seconds[packed[0][0]] >= PAUSE
     text = str(report)
     assert f"slowest      {packed[1][0]} " in text
     assert "hooks        Packed " in text
@@ -152,7 +154,7 @@ def test_hooks_of_a_first_load_count_once_though_they_call_their_base() -> None:
 
     assert first.hook(layer, "Method", lambda: first.hook(layer, "Base", base)) is None
     assert set(first.report.processing) == {"Method"}
-    assert PAUSE <= first.report.processing["Method"] < 2 * PAUSE + 0.5
+    assert first.report.processing["Method"] >= PAUSE
     assert first._layer_seconds == {path: first.report.processing["Method"]}
     with pytest.raises(ZeroDivisionError):
         first.hook(layer, "Method", lambda: 1 // 0)
