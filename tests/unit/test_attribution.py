@@ -172,6 +172,26 @@ def test_what_was_copied(heard: list[Event]) -> None:
     assert (copied.data["tensors"], copied.data["bytes"]) == (report.tensors_copied, report.bytes_copied)
 
 
+def test_hooks_that_run_while_receiving_are_no_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(("packed", "packed"), isolation="in_place", storage="pinned")
+    (kind,) = {type(layer) for _, layer in served.model.layers()}
+    inner = kind.process
+
+    def process(self: Any) -> None:
+        time.sleep(5 * PAUSE)
+        inner(self)
+
+    monkeypatch.setattr(kind, "process", process)
+    served.update(served.checkpoint(4))
+    report = last(served)
+    (early,) = (phase for phase in report.phases if phase.name == "process_early")
+    assert early.calls == 2
+    assert early.seconds >= 10 * PAUSE
+    assert report.attributed["loaders"] < early.seconds
+    assert report.processing["Packed"] >= 10 * PAUSE
+    assert report.bytes_copied > 0
+
+
 def test_phases_say_when_they_began() -> None:
     served = Served(("packed",))
     served.update(served.checkpoint(4))
