@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
@@ -36,6 +37,8 @@ def install(**settings: Any) -> None:
     wanted = Settings.from_env(os.environ).replace(**settings) if settings else Settings.from_env(os.environ)
     if enabled_from_env(os.environ) is False:
         return
+    if wanted.runs_dir is not None:
+        wanted = wanted.replace(runs_dir=str(Path(wanted.runs_dir).absolute()))
     with _lock:
         _install(wanted)
         _export({"WEIGHTLIFE": "1", **wanted.to_env()})
@@ -78,6 +81,7 @@ def _install(wanted: Settings) -> None:
     log.setLevel(wanted.log_level.upper())
     patcher.apply()
     _listen()
+    keep_runs(wanted.runs_dir)
 
 
 def _listen() -> None:
@@ -86,6 +90,16 @@ def _listen() -> None:
     from weightlife.otel.spans import SpanListener
 
     _listeners["spans"] = SpanListener().subscribe()
+
+
+def keep_runs(folder: str | None) -> None:
+    """Keep sessions in a directory, or no longer. What nobody asked for is not imported."""
+    import sys
+
+    if folder is not None or "weightlife.runs.writer" in sys.modules:
+        from weightlife.runs import writer
+
+        writer.keep(folder)
 
 
 def _export(variables: dict[str, str]) -> None:
@@ -115,6 +129,7 @@ def uninstall() -> None:
     """
     with _lock:
         if not runtime.installed():
+            keep_runs(None)  # a watched module of this process may have asked for it
             return
         _refuse_while_open("uninstall")
         runtime.patcher().undo()
@@ -130,6 +145,7 @@ def uninstall() -> None:
         for stop in _listeners.values():
             stop()
         _listeners.clear()
+        keep_runs(None)
         runtime.set_runtime(None, None)
         for name, value in _exported.items():
             if value is None:
@@ -181,8 +197,12 @@ def local_status() -> dict[str, Any]:
         "settings": {},
         "seams": [],
         "models": [],
+        "runs": None,
         "not_covered": list(NOT_COVERED),
     }
+    writer = sys.modules.get("weightlife.runs.writer")
+    if writer is not None:
+        out["runs"] = writer.status()
     if not runtime.installed():
         return out
     out["mode"] = runtime.settings().mode

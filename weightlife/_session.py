@@ -52,6 +52,10 @@ def watch(model: torch.nn.Module, host: Host | None = None, **settings: Any) -> 
             hint="load the module first, and script it then",
         )  # fmt: skip
     life = lifecycle.Lifecycle(model, host or TorchHost(model), wanted, fill=runtime.fill())
+    if wanted.runs_dir is not None:
+        from weightlife import _api
+
+        _api.keep_runs(wanted.runs_dir)
     life.own_mode = settings.get("mode")
     forward.guard(model, life)
 

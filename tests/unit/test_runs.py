@@ -1,0 +1,574 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored runs: what is written, under which failures, and what a reader makes of files that it can't trust."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf import json_format
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import weightlife
+from weightlife import errors
+from weightlife._engine import events
+from weightlife._engine.events import Bus
+from weightlife.otel.otlp_json import MAX_CHILDREN, RecordingProvider, traces_data
+from weightlife.otel.spans import SpanListener
+from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
+from weightlife.runs import reader, writer
+from weightlife.runs.reader import read_run
+from weightlife.runs.writer import RunWriter
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\u202egnp.exe",
+    "\x1b[31mred",
+    "a" * 5000,
+    "\ud800",
+    "line\nbreak",
+    "\u05d0\u05d1",
+]
+
+
+def made(**more: Any) -> LoadReport:
+    given: dict[str, Any] = {
+        "session_id": "s1", "model": "Toy", "opened_by": "reload_weights", "outcome": "committed", "seconds": 0.5,
+        "started_at": "2026-11-29T03:00:00+00:00", "phases": [PhaseRecord("receive", 0.4, 3)],
+    }  # fmt: skip
+    return LoadReport(**{**given, **more})
+
+
+class Kept:
+    """A bus, a writer on it, and its directory."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.folder = folder
+        self.bus = Bus()
+        self.writer = RunWriter(folder, **more)
+        self.stop = self.writer.subscribe(self.bus)
+
+    def session(self, report: LoadReport | None = None, **more: Any) -> None:
+        report = report or made(**more)
+        ident = report.session_id
+        self.bus.emit(events.SESSION_START, ident, report=report)
+        self.bus.emit(events.PHASE_START, ident, phase="receive")
+        self.bus.emit(events.LAYER_PROCESSED, ident, layer="model.a", hook="H", seconds=0.25)
+        self.bus.emit(events.PHASE_END, ident, phase="receive", tensors=3, bytes=2**40)
+        self.bus.emit(
+            events.SESSION_END, ident, report=report, outcome=report.outcome, error=report.error or ""
+        )
+
+    def lines(self, kind: str = "sessions") -> list[dict[str, Any]]:
+        assert self.writer.flush()
+        found = sorted(self.folder.glob(f"*.{kind}*.jsonl"))
+        return [json.loads(line) for path in found for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(name="keep")
+def _keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+    made_here: list[Kept] = []
+
+    def start(folder: Path | None = None, **more: Any) -> Kept:
+        made_here.append(Kept(folder or tmp_path / "runs", **more))
+        return made_here[-1]
+
+    yield start
+    for kept in made_here:
+        kept.stop()
+        assert kept.bus.listener_errors == 0
+
+
+class TestWritten:
+    def test_a_session_is_a_start_and_a_report_with_schema_versions(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        kept.session(rank=3, world_size=4)
+        start, end = kept.lines()
+        assert (start["kind"], end["kind"]) == ("start", "session")
+        assert start["schema_version"] == end["schema_version"] == end["report"]["schema_version"] == 1
+        assert end["pid"] == os.getpid()
+        assert end["slow_layers"] == [{"layer": "model.a", "seconds": 0.25}]
+        names = [path.name for path in kept.folder.iterdir()]
+        assert all(".rank3." in name for name in names)
+        assert len(names) == 2
+
+    def test_a_rank_has_its_own_files(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        for rank in (0, 1):
+            kept.session(session_id=f"s{rank}", rank=rank, world_size=2)
+        kept.lines()
+        assert len(list(kept.folder.glob("*.rank0.*"))) == len(list(kept.folder.glob("*.rank1.*"))) == 2
+
+    def test_the_record_is_there_when_the_session_ends(self, keep: Callable[..., Kept]) -> None:
+        """A worker may be killed right then: nothing is flushed here."""
+        kept = keep()
+        kept.session()
+        (path,) = kept.folder.glob("*.sessions.jsonl")
+        assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["start", "session"]
+        assert len(list(kept.folder.glob("*.traces.jsonl"))) == 1
+
+    @pytest.mark.parametrize("name", HOSTILE)
+    def test_any_name_is_one_line_of_ascii_and_comes_back(self, name: str, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        kept.session(
+            layers=[LayerRecord(name, "direct", name)], violations=[Violation("WL201", name, name, [name])]
+        )
+        assert len(kept.lines()) == 2
+        (session,) = read_run(kept.folder).sessions
+        assert session.report.layers[0].name == name
+        assert session.report.violations[0].tensors == [name]
+        assert session.spans
+
+    def test_a_file_is_turned_over_and_one_old_one_is_kept(self, keep: Callable[..., Kept]) -> None:
+        kept = keep(max_file_bytes=4000)
+        for number in range(40):
+            kept.session(session_id=f"s{number}")
+        kept.writer.flush()
+        sizes = {path.name: path.stat().st_size for path in kept.folder.iterdir()}
+        assert len(sizes) == 4
+        assert max(sizes.values()) <= 4000
+        run = read_run(kept.folder)
+        assert run.sessions[-1].report.session_id == "s39"
+        assert not run.problems
+
+    def test_a_report_too_long_for_a_line_loses_layers_and_says_how_many(
+        self, keep: Callable[..., Kept]
+    ) -> None:
+        kept = keep()
+        kept.session(
+            layers=[LayerRecord(f"model.layers.{i}." + "x" * 90, "direct", "y" * 60) for i in range(60_000)]
+        )
+        kept.writer.flush(20)
+        (session,) = read_run(kept.folder).sessions
+        assert session.left_out["layers"] + len(session.report.layers) == 60_000
+        assert len(session.report.layers) > 20_000
+        assert all(len(line) < 8 * 2**20 for p in kept.folder.glob("*.sessions*") for line in p.open("rb"))
+
+    def test_many_threads_write_whole_lines(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+
+        def one(number: int) -> None:
+            for i in range(8):
+                kept.session(session_id=f"s{number}.{i}")
+                kept.writer.flush()
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run = read_run(kept.folder)
+        assert len(run.sessions) == 32
+        assert kept.writer.dropped == 0
+        assert not run.problems
+
+    def test_a_forked_child_writes_files_of_its_own(self, tmp_path: Path) -> None:
+        code = (
+            "import os, sys\nfrom weightlife._engine.events import bus\nfrom weightlife.report import LoadReport\n"
+            "from weightlife.runs import writer\nwriter.keep(sys.argv[1])\n"
+            "def one(i):\n"
+            "    r = LoadReport(session_id=i, started_at='2026-11-29T03:00:00+00:00', outcome='committed')\n"
+            "    bus.emit('session.start', i, report=r); bus.emit('session.end', i, report=r, outcome='committed')\n"
+            "one('parent')\npid = os.fork()\n"
+            "if not pid:\n    one('child'); os._exit(0)\n"
+            "os.waitpid(pid, 0); one('again')\n"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+        run = read_run(tmp_path)
+        by_file: dict[str, list[str]] = {}
+        for session in run.sessions:
+            by_file.setdefault(session.file, []).append(session.report.session_id)
+        assert sorted(by_file.values()) == [["child"], ["parent", "again"]]
+
+
+class TestFailures:
+    def test_a_directory_that_cannot_be_made_is_one_warning_and_no_failure(
+        self, tmp_path: Path, keep: Callable[..., Kept], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        kept = keep(tmp_path / "file" / "runs")
+        with caplog.at_level(logging.WARNING, "weightlife"):
+            kept.session()
+            kept.session(session_id="s2")
+            kept.writer.flush()
+        assert sum("are not kept" in record.getMessage() for record in caplog.records) == 1
+        assert kept.writer.status()["dropped"] == 6
+        assert "NotADirectoryError" in kept.writer.status()["error"]
+
+    def test_a_directory_that_hangs_costs_its_patience_once(
+        self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = keep()
+        let_go = threading.Event()
+        real = kept.writer._open
+        monkeypatch.setattr(kept.writer, "_open", lambda path: (let_go.wait(30), real(path))[1])
+        times = []
+        for number in range(3):
+            started = time.perf_counter()
+            kept.session(session_id=f"s{number}")
+            times.append(time.perf_counter() - started)
+        let_go.set()
+        assert times[0] >= writer.PATIENCE
+        assert min(times[1:]) < writer.PATIENCE
+        assert max(times) < 1
+
+    def test_what_does_not_fit_the_queue_is_dropped_and_counted(
+        self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = keep()
+        let_go = threading.Event()
+        real = kept.writer._open
+        monkeypatch.setattr(kept.writer, "_open", lambda path: (let_go.wait(30), real(path))[1])
+        for number in range(writer.QUEUE):
+            kept.session(session_id=f"s{number}")
+        let_go.set()
+        assert kept.writer.flush(20)
+        assert kept.writer.dropped == 3 * writer.QUEUE - kept.writer.written > 0
+        assert "too slow" in kept.writer.error
+
+    def test_a_full_disk_leaves_a_torn_line_that_readers_skip(
+        self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = keep()
+        kept.session()
+        real, cut = os.write, [True]
+
+        def write(descriptor: int, data: bytes) -> int:
+            return real(descriptor, data[:40] if cut[0] else data)
+
+        monkeypatch.setattr(os, "write", write)
+        kept.session(session_id="s2")
+        kept.writer.flush()
+        cut[0] = False
+        kept.session(session_id="s3")
+        kept.writer.flush()
+        run = read_run(kept.folder)
+        assert [s.report.session_id for s in run.sessions] == ["s1", "s3"]
+        assert run.problems
+        assert all("skipped" in problem for problem in run.problems)
+
+    def test_nobody_can_lay_a_link_where_a_file_will_be(self, tmp_path: Path) -> None:
+        one = RunWriter(tmp_path)
+        target = tmp_path / "target"
+        (tmp_path / "x.jsonl").symlink_to(target)
+        with pytest.raises(OSError, match="exists"):
+            one._open(tmp_path / "x.jsonl")
+        assert not target.exists()
+
+
+class TestOtlp:
+    """Our encoding against the official one, for the same session."""
+
+    @staticmethod
+    def decoded(message: dict[str, Any]) -> TracesData:
+        """Through the official types. They expect base64 where OTLP/JSON writes ids in hexadecimal."""
+        text = json.loads(json.dumps(message))
+
+        def ids(value: Any) -> None:
+            for key, item in value.items() if isinstance(value, dict) else ():
+                if key in ("traceId", "spanId", "parentSpanId"):
+                    assert len(item) in (16, 32)
+                    value[key] = base64.b64encode(bytes.fromhex(item)).decode()
+            for item in (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            ):
+                ids(item)
+
+        ids(text)
+        found: TracesData = json_format.ParseDict(
+            text, TracesData()
+        )  # an unknown field or a wrong type raises
+        return found
+
+    @staticmethod
+    def plain(spans: Any) -> list[dict[str, Any]]:
+        """What must be equal: all but ids, which are random, and flags, which newer SDKs write and older do not."""
+        out = []
+        for span in spans:
+            one = json_format.MessageToDict(span)
+            for key in ("traceId", "spanId", "parentSpanId", "flags"):
+                one.pop(key, None)
+            if not one.get("status", True):
+                del one["status"]  # an empty message says what an absent one does
+            for event in one.get("events", ()):
+                if event["name"] == "exception":  # the stack trace is left out on purpose
+                    event["attributes"] = [a for a in event["attributes"] if a["key"] == "exception.type"]
+            one["attributes"] = sorted(one.get("attributes", ()), key=lambda a: a["key"])
+            out.append(one)
+        return sorted(out, key=lambda one: (one["startTimeUnixNano"], one["name"]))
+
+    def test_a_session_is_encoded_as_the_sdk_encodes_it(self) -> None:
+        bus, found = Bus(), []
+        exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        SpanListener(provider).subscribe(bus)
+        SpanListener(RecordingProvider(found.append)).subscribe(bus)
+        error = errors.MissingTensorError("gone", layer="model.a", tensors=HOSTILE[:1])
+        bus.emit(events.SESSION_START, "s1", report=made())
+        for _ in range(2):
+            bus.emit(events.PHASE_START, "s1", phase="receive")
+            bus.emit(events.PHASE_END, "s1", phase="receive", tensors=2, bytes=2**40)
+        bus.emit(events.VIOLATION, "s1", code="WL201", layer=HOSTILE[0], message="gone", tensors=["a", "b"])
+        bus.emit(events.PHASE_START, "s1", phase="abort")
+        bus.emit(events.SESSION_END, "s1", report=made(outcome="aborted"), outcome="aborted", error=error)
+        assert bus.listener_errors == 0
+
+        (spans,) = found
+        ours = self.decoded(traces_data(spans, {"service.name": "x", "process.pid": 3}))
+        official = encode_spans(exporter.get_finished_spans())
+        (mine,) = ours.resource_spans[0].scope_spans
+        (theirs,) = official.resource_spans[0].scope_spans
+        assert (mine.scope.name, mine.scope.version) == (theirs.scope.name, theirs.scope.version)
+        assert self.plain(mine.spans) == self.plain(theirs.spans)
+        assert len(mine.spans) == 4
+        (root,) = (span for span in mine.spans if not span.parent_span_id)
+        assert {span.parent_span_id for span in mine.spans if span is not root} - {b""} == {root.span_id}
+        assert len({span.trace_id for span in mine.spans}) == 1
+
+    def test_a_callers_span_is_the_parent(self) -> None:
+        found: list[Any] = []
+        with TracerProvider().get_tracer("trainer").start_as_current_span("step") as step:
+            bus = Bus()
+            SpanListener(RecordingProvider(found.append)).subscribe(bus)
+            bus.emit(events.SESSION_START, "s1", report=made())
+            bus.emit(events.SESSION_END, "s1", report=made(), outcome="committed", error="")
+        (root,) = self.decoded(traces_data(found[0], {})).resource_spans[0].scope_spans[0].spans
+        context = step.get_span_context()
+        assert root.parent_span_id == context.span_id.to_bytes(8, "big")
+        assert root.trace_id == context.trace_id.to_bytes(16, "big")
+
+    def test_values_of_every_type_survive(self) -> None:
+        found: list[Any] = []
+        tracer = RecordingProvider(found.append).get_tracer("t", "1")
+        values: dict[str, Any] = {
+            "text": HOSTILE[4], "int": 2**63 - 1, "huge": 2**80, "float": 0.5, "nan": float("nan"), "inf": float("-inf"),
+            "true": True, "texts": ["a", "b"], "ints": (1, 2), "none": None, "object": object(),
+        }  # fmt: skip
+        with tracer.start_as_current_span("root", attributes=values) as root:
+            root.add_event("e", {"n": 1})
+            root.add_link(trace.SpanContext(1, 2, False), {"l": "x"})
+            root.update_name("renamed")
+            with pytest.raises(ZeroDivisionError), tracer.start_as_current_span("child"):
+                raise ZeroDivisionError
+        root.set_attribute("late", 1)
+        spans = self.decoded(traces_data(found[0], {})).resource_spans[0].scope_spans[0].spans
+        by_name = {span.name: span for span in spans}
+        got = {a.key: a.value for a in by_name["renamed"].attributes}
+        assert got["int"].int_value == got["huge"].int_value == 2**63 - 1
+        assert got["text"].string_value == "\\ud800"
+        assert math.isnan(got["nan"].double_value)
+        assert got["inf"].double_value == -math.inf
+        assert [v.int_value for v in got["ints"].array_value.values] == [1, 2]
+        assert "none" not in got
+        assert "late" not in got
+        assert by_name["renamed"].links[0].span_id == (2).to_bytes(8, "big")
+        assert by_name["child"].status.code == 2
+        assert by_name["child"].events[0].name == "exception"
+
+    def test_children_are_bounded(self) -> None:
+        found: list[Any] = []
+        tracer = RecordingProvider(found.append).get_tracer("t")
+        with tracer.start_as_current_span("root"):
+            for _ in range(MAX_CHILDREN + 5):
+                tracer.start_span("child").end()
+        assert len(found[0]) == MAX_CHILDREN + 1
+
+
+class TestRead:
+    def file(
+        self, folder: Path, *lines: object, end: str = "\n", name: str = "a.rank0.sessions.jsonl"
+    ) -> Path:
+        folder.mkdir(exist_ok=True)
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        (folder / name).write_text(text + end)
+        return folder
+
+    def record(self, report: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "kind": "session",
+            "report": {**made().to_dict(), **(report or {})},
+            **more,
+        }
+
+    def test_a_last_line_cut_short_is_noted_and_the_rest_read(self, tmp_path: Path) -> None:
+        run = read_run(self.file(tmp_path, self.record(), json.dumps(self.record())[:80], end=""))
+        assert len(run.sessions) == 1
+        assert "a.rank0.sessions.jsonl, line 2: cut short" in run.problems[0]
+
+    @pytest.mark.parametrize(
+        "line",
+        ["garbage", "[1]", "3", '{"schema_version": 1, "kind": "session"}', "[" * 100_000, '{"a": NaN}', "9" * 5000,
+         '{"schema_version": 1, "kind": "session", "report": {"schema_version": 1, "layers": 7}}',
+         '{"schema_version": 1, "kind": "session", "report": {"schema_version": 1, "outcome": "fine"}}'],
+    )  # fmt: skip
+    def test_a_damaged_line_is_noted_and_the_rest_read(self, line: str, tmp_path: Path) -> None:
+        run = read_run(self.file(tmp_path, line, self.record()))
+        assert len(run.sessions) == 1
+        assert len(run.problems) == 1
+        assert "line 1: not a record" in run.problems[0]
+
+    @pytest.mark.parametrize("version", [2, 99, 0, "1", None, True, 1.0])
+    def test_an_unknown_schema_is_refused_by_name(self, version: object, tmp_path: Path) -> None:
+        for line in ({**self.record(), "schema_version": version}, self.record({"schema_version": version})):
+            folder = self.file(tmp_path, self.record(), line)
+            with pytest.raises(
+                errors.ConfigError, match=r"a.rank0.sessions.jsonl, line 2: the \w+ has schema version"
+            ):
+                read_run(folder)
+
+    def test_fields_and_kinds_that_came_later_are_ignored_and_kept_raw(self, tmp_path: Path) -> None:
+        folder = self.file(
+            tmp_path, {"schema_version": 1, "kind": "later"}, self.record({"later": 3}, more=[1])
+        )
+        (session,) = read_run(folder).sessions
+        assert session.raw["later"] == 3
+
+    def test_fields_that_are_absent_have_their_defaults(self, tmp_path: Path) -> None:
+        folder = self.file(
+            tmp_path, {"schema_version": 1, "kind": "session", "report": {"schema_version": 1}}
+        )
+        (session,) = read_run(folder).sessions
+        assert session.report == LoadReport()
+
+    def test_numbers_are_such_as_can_be_computed_with(self, tmp_path: Path) -> None:
+        text = json.dumps(self.record({"bytes_received": 10**300})).replace(
+            '"seconds": 0.5', '"seconds": 1e999'
+        )
+        (session,) = read_run(self.file(tmp_path, text)).sessions
+        assert session.report.seconds == 0.0
+        assert "TiB" in str(session.report)
+
+    def test_a_session_without_an_end_is_open(self, tmp_path: Path) -> None:
+        start = {
+            "schema_version": 1,
+            "kind": "start",
+            "session_id": "s9",
+            "model": "M",
+            "rank": 1,
+            "wall_ns": 5,
+        }
+        (session,) = read_run(self.file(tmp_path, start)).sessions
+        assert not session.ended
+        assert (session.report.session_id, session.report.outcome, session.start_ns) == ("s9", "open", 5)
+
+    def test_the_newest_are_kept_and_the_others_counted(self, tmp_path: Path) -> None:
+        lines = [
+            self.record(
+                {"session_id": f"s{i}", "started_at": f"2026-11-29T03:{i // 60:02d}:{i % 60:02d}+00:00"}
+            )
+            for i in range(300)
+        ]
+        run = read_run(self.file(tmp_path, *reversed(lines)), last=10)
+        assert [s.report.session_id for s in run.sessions] == [f"s{i}" for i in range(290, 300)]
+        assert run.older == 290
+
+    def test_of_a_file_that_is_too_long_the_end_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = self.file(tmp_path, *(self.record({"session_id": f"s{i}"}) for i in range(20)))
+        monkeypatch.setattr(reader, "MAX_READ_BYTES", 3000)
+        run = read_run(folder)
+        assert 0 < len(run.sessions) < 10
+        assert run.sessions[-1].report.session_id == "s19"
+        assert "only its last" in run.problems[0]
+
+    def test_a_line_longer_than_any_record_is_skipped(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reader, "_LONGEST", 2000)
+        run = read_run(self.file(tmp_path, "x" * 9000, self.record()))
+        assert len(run.sessions) == 1
+        assert "longer than any record" in run.problems[0]
+
+    def test_sub_directories_and_single_files_are_runs_too(self, tmp_path: Path) -> None:
+        self.file(tmp_path / "one", self.record())
+        self.file(tmp_path / "two", self.record({"session_id": "s2"}))
+        assert len(read_run(tmp_path).sessions) == 2
+        assert len(read_run(tmp_path / "one" / "a.rank0.sessions.jsonl").sessions) == 1
+
+    def test_what_is_not_there_is_a_config_error(self, tmp_path: Path) -> None:
+        with pytest.raises(errors.ConfigError, match="does not exist"):
+            read_run(tmp_path / "nothing")
+
+    def test_an_unreadable_file_is_noted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.file(tmp_path, self.record())
+        real = Path.open
+
+        def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+            if self.name.startswith("a."):
+                raise PermissionError(13, "Permission denied")
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", refuse)
+        assert "not readable (Permission denied)" in read_run(folder).problems[0]
+
+    @pytest.mark.parametrize(
+        "line", ["{}", "[]", '{"resourceSpans": 3}', '{"resourceSpans": [{"scopeSpans": [{}]}]}', "x"]
+    )
+    def test_damaged_spans_leave_the_session_without(self, line: str, tmp_path: Path) -> None:
+        self.file(tmp_path, line, name="a.rank0.traces.jsonl")
+        (session,) = read_run(self.file(tmp_path, self.record())).sessions
+        assert session.spans == []
+
+
+class TestInstalled:
+    """Through the public settings, with the engine itself behind the events."""
+
+    def test_install_keeps_absolute_and_uninstall_ends_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        weightlife.install(runs_dir="runs")
+        assert os.environ["WEIGHTLIFE_RUNS_DIR"] == str(tmp_path / "runs")
+        assert weightlife.status()["runs"]["folder"] == str(tmp_path / "runs")
+        weightlife.install(runs_dir=None)
+        assert weightlife.status()["runs"] is None
+        weightlife.install(runs_dir="other")
+        weightlife.uninstall()
+        assert weightlife.status()["runs"] is None
+        assert not (tmp_path / "other").exists()  # nothing is made before there is something to keep
+
+    def test_off_by_default_and_not_even_imported(self) -> None:
+        code = "import sys, weightlife; weightlife.install(); print([m for m in sys.modules if 'weightlife.runs' in m])"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout.strip() == "[]"
+
+    def test_a_watched_module_leaves_its_good_and_its_failing_update(self, tmp_path: Path) -> None:
+        def load(model: torch.nn.Module, weights: Any) -> None:
+            parameters = dict(model.named_parameters())
+            for name, tensor in weights:
+                parameters[name].data.copy_(tensor)
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        whole = [(name, torch.ones_like(p)) for name, p in model.named_parameters()]
+        wrapped = weightlife.wrap_loader(runs_dir=str(tmp_path))(load)
+        wrapped(model, whole)
+        model(torch.zeros(1, 3))
+        wrapped(model, whole)
+        with pytest.raises(errors.MissingTensorError):
+            wrapped(model, whole[:-1])
+        run = read_run(tmp_path)
+        assert [s.report.outcome for s in run.sessions] == ["committed", "committed", "aborted"]
+        assert run.sessions[-1].report.violations[0].code == "WL201"
+        assert [s.is_root for s in run.sessions[1].spans].count(True) == 1
+        assert {s.name for s in run.sessions[1].spans if not s.is_root} >= {"prepare", "receive", "copy_back"}
