@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -19,22 +18,18 @@ from typing import Any
 import pytest
 import torch
 from google.protobuf import json_format
-from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import weightlife
 from weightlife import errors
 from weightlife._engine import events
 from weightlife._engine.events import Bus
-from weightlife.otel.otlp_json import MAX_CHILDREN, RecordingProvider, traces_data
-from weightlife.otel.spans import SpanListener
+from weightlife.otel import names
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 from weightlife.runs import reader, writer
 from weightlife.runs.reader import read_run
+from weightlife.runs.trace import MAX_RUNS
 from weightlife.runs.writer import RunWriter
 
 HOSTILE = [
@@ -274,7 +269,7 @@ class TestFailures:
 
 
 class TestOtlp:
-    """Our encoding against the official one, for the same session."""
+    """The spans, read with the official message types."""
 
     @staticmethod
     def decoded(message: dict[str, Any]) -> TracesData:
@@ -284,7 +279,7 @@ class TestOtlp:
         def ids(value: Any) -> None:
             for key, item in value.items() if isinstance(value, dict) else ():
                 if key in ("traceId", "spanId", "parentSpanId"):
-                    assert len(item) in (16, 32)
+                    assert len(item) == (32 if key == "traceId" else 16)
                     value[key] = base64.b64encode(bytes.fromhex(item)).decode()
             for item in (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -297,98 +292,117 @@ class TestOtlp:
         )  # an unknown field or a wrong type raises
         return found
 
-    @staticmethod
-    def plain(spans: Any) -> list[dict[str, Any]]:
-        """What must be equal: all but ids, which are random, and flags, which newer SDKs write and older do not."""
-        out = []
-        for span in spans:
-            one = json_format.MessageToDict(span)
-            for key in ("traceId", "spanId", "parentSpanId", "flags"):
-                one.pop(key, None)
-            if not one.get("status", True):
-                del one["status"]  # an empty message says what an absent one does
-            for event in one.get("events", ()):
-                if event["name"] == "exception":  # the stack trace is left out on purpose
-                    event["attributes"] = [a for a in event["attributes"] if a["key"] == "exception.type"]
-            one["attributes"] = sorted(one.get("attributes", ()), key=lambda a: a["key"])
-            out.append(one)
-        return sorted(out, key=lambda one: (one["startTimeUnixNano"], one["name"]))
+    def spans(self, kept: Kept) -> list[Any]:
+        out: list[Any] = []
+        for line in kept.lines("traces"):
+            (resource,) = self.decoded(line).resource_spans
+            (scope,) = resource.scope_spans
+            assert scope.scope.name == "weightlife"
+            assert {a.key for a in resource.resource.attributes} == {
+                "service.name",
+                "host.name",
+                "process.pid",
+            }
+            out += scope.spans
+        return out
 
-    def test_a_session_is_encoded_as_the_sdk_encodes_it(self) -> None:
-        bus, found = Bus(), []
-        exporter, provider = InMemorySpanExporter(), TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-        SpanListener(provider).subscribe(bus)
-        SpanListener(RecordingProvider(found.append)).subscribe(bus)
-        error = errors.MissingTensorError("gone", layer="model.a", tensors=HOSTILE[:1])
-        bus.emit(events.SESSION_START, "s1", report=made())
+    @staticmethod
+    def values(holder: Any) -> dict[str, Any]:
+        return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in holder.attributes}
+
+    def failing(self, kept: Kept) -> None:
+        bus, report = kept.bus, made(outcome="aborted", error="[WL201] gone", rank=2, bytes_received=2**40)
+        bus.emit(events.SESSION_START, "s1", report=report)
         for _ in range(2):
             bus.emit(events.PHASE_START, "s1", phase="receive")
-            bus.emit(events.PHASE_END, "s1", phase="receive", tensors=2, bytes=2**40)
-        bus.emit(events.VIOLATION, "s1", code="WL201", layer=HOSTILE[0], message="gone", tensors=["a", "b"])
-        bus.emit(events.PHASE_START, "s1", phase="abort")
-        bus.emit(events.SESSION_END, "s1", report=made(outcome="aborted"), outcome="aborted", error=error)
-        assert bus.listener_errors == 0
+            bus.emit(events.PHASE_END, "s1", phase="receive")
+        bus.emit(events.VIOLATION, "s1", code="WL201", layer=HOSTILE[0], message="gone")
+        bus.emit(events.NOTE, "s1", message="look")
+        bus.emit(events.PHASE_START, "s1", phase="validate")
+        bus.emit(events.SESSION_END, "s1", report=report, outcome="aborted", error=report.error)
 
-        (spans,) = found
-        ours = self.decoded(traces_data(spans, {"service.name": "x", "process.pid": 3}))
-        official = encode_spans(exporter.get_finished_spans())
-        (mine,) = ours.resource_spans[0].scope_spans
-        (theirs,) = official.resource_spans[0].scope_spans
-        assert (mine.scope.name, mine.scope.version) == (theirs.scope.name, theirs.scope.version)
-        assert self.plain(mine.spans) == self.plain(theirs.spans)
-        assert len(mine.spans) == 4
-        (root,) = (span for span in mine.spans if not span.parent_span_id)
-        assert {span.parent_span_id for span in mine.spans if span is not root} - {b""} == {root.span_id}
-        assert len({span.trace_id for span in mine.spans}) == 1
+    def test_a_failing_session_is_a_tree_of_spans_with_its_facts(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        self.failing(kept)
+        root, *children = self.spans(kept)
+        assert [child.name for child in children] == ["receive", "receive", "validate"]
+        assert {child.parent_span_id for child in children} == {root.span_id}
+        assert {child.trace_id for child in children} == {root.trace_id}
+        assert len({span.span_id for span in (root, *children)}) == 4
+        assert root.name == "load_weights Toy"
+        assert root.kind == children[0].kind == 1
+        assert [span.status.code for span in (root, *children)] == [2, 0, 0, 2]
+        assert [event.name for event in root.events] == [names.EVENT_VIOLATION, names.EVENT_NOTE]
+        assert self.values(root.events[0])[names.VIOLATION_LAYER] == HOSTILE[0]
+        assert self.values(root)[names.TENSOR_SIZE] == 2**40
+        assert self.values(root)[names.RANK] == 2
+        for span in children:
+            assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+            assert span.end_time_unix_nano <= root.end_time_unix_nano
 
-    def test_a_callers_span_is_the_parent(self) -> None:
-        found: list[Any] = []
+    def test_names_and_types_are_those_of_the_registry(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        self.failing(kept)
+        kinds = {"int": int, "string": str, "double": float}
+        seen = 0
+        for span in self.spans(kept):
+            for holder in (span, *span.events):
+                for key, value in self.values(holder).items():
+                    assert isinstance(value, kinds[names.TYPES[key]]), key
+                    seen += 1
+        assert seen > 20
+
+    def test_a_callers_span_is_the_parent(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
         with TracerProvider().get_tracer("trainer").start_as_current_span("step") as step:
-            bus = Bus()
-            SpanListener(RecordingProvider(found.append)).subscribe(bus)
-            bus.emit(events.SESSION_START, "s1", report=made())
-            bus.emit(events.SESSION_END, "s1", report=made(), outcome="committed", error="")
-        (root,) = self.decoded(traces_data(found[0], {})).resource_spans[0].scope_spans[0].spans
-        context = step.get_span_context()
-        assert root.parent_span_id == context.span_id.to_bytes(8, "big")
-        assert root.trace_id == context.trace_id.to_bytes(16, "big")
+            kept.session()
+        root = self.spans(kept)[0]
+        assert root.parent_span_id == step.get_span_context().span_id.to_bytes(8, "big")
+        assert root.trace_id == step.get_span_context().trace_id.to_bytes(16, "big")
 
-    def test_values_of_every_type_survive(self) -> None:
-        found: list[Any] = []
-        tracer = RecordingProvider(found.append).get_tracer("t", "1")
-        values: dict[str, Any] = {
-            "text": HOSTILE[4], "int": 2**63 - 1, "huge": 2**80, "float": 0.5, "nan": float("nan"), "inf": float("-inf"),
-            "true": True, "texts": ["a", "b"], "ints": (1, 2), "none": None, "object": object(),
-        }  # fmt: skip
-        with tracer.start_as_current_span("root", attributes=values) as root:
-            root.add_event("e", {"n": 1})
-            root.add_link(trace.SpanContext(1, 2, False), {"l": "x"})
-            root.update_name("renamed")
-            with pytest.raises(ZeroDivisionError), tracer.start_as_current_span("child"):
-                raise ZeroDivisionError
-        root.set_attribute("late", 1)
-        spans = self.decoded(traces_data(found[0], {})).resource_spans[0].scope_spans[0].spans
-        by_name = {span.name: span for span in spans}
-        got = {a.key: a.value for a in by_name["renamed"].attributes}
-        assert got["int"].int_value == got["huge"].int_value == 2**63 - 1
-        assert got["text"].string_value == "\\ud800"
-        assert math.isnan(got["nan"].double_value)
-        assert got["inf"].double_value == -math.inf
-        assert [v.int_value for v in got["ints"].array_value.values] == [1, 2]
-        assert "none" not in got
-        assert "late" not in got
-        assert by_name["renamed"].links[0].span_id == (2).to_bytes(8, "big")
-        assert by_name["child"].status.code == 2
-        assert by_name["child"].events[0].name == "exception"
+    def test_ids_of_an_exported_span_are_taken_over(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        report = made()
+        report.trace_id, report.span_id = "0123456789abcdef" * 2, "fedcba9876543210"  # type: ignore[attr-defined]
+        kept.session(report)
+        report = made(session_id="s2")
+        report.trace_id, report.span_id = "0" * 32, "<script>"  # type: ignore[attr-defined]
+        kept.session(report)
+        first, second = (span for span in self.spans(kept) if not span.parent_span_id)
+        assert first.trace_id.hex() == "0123456789abcdef" * 2
+        assert first.span_id.hex() == "fedcba9876543210"
+        assert int.from_bytes(second.trace_id, "big")
+        assert len(second.span_id) == 8
 
-    def test_children_are_bounded(self) -> None:
-        found: list[Any] = []
-        tracer = RecordingProvider(found.append).get_tracer("t")
-        with tracer.start_as_current_span("root"):
-            for _ in range(MAX_CHILDREN + 5):
-                tracer.start_span("child").end()
-        assert len(found[0]) == MAX_CHILDREN + 1
+    def test_many_runs_of_a_phase_are_folded_and_counted(self, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        kept.bus.emit(events.SESSION_START, "s1", report=made())
+        for _ in range(MAX_RUNS + 40):
+            kept.bus.emit(events.PHASE_START, "s1", phase="receive")
+            kept.bus.emit(events.PHASE_END, "s1", phase="receive")
+        kept.bus.emit(events.SESSION_END, "s1", report=made(), outcome="committed")
+        _, *children = self.spans(kept)
+        counts = [self.values(child)[names.CALL_COUNT] for child in children]
+        assert len(counts) == MAX_RUNS
+        assert sum(counts) == MAX_RUNS + 40
+
+    @pytest.mark.parametrize("name", HOSTILE)
+    def test_any_name_is_valid_in_protobuf(self, name: str, keep: Callable[..., Kept]) -> None:
+        kept = keep()
+        kept.session(model=name, source=name, error=name)
+        assert self.spans(kept)[0].name.startswith("load_weights ")
+
+    def test_without_an_sdk_and_with_it_switched_off(self, tmp_path: Path) -> None:
+        code = (
+            "import sys\nsys.modules['opentelemetry.sdk'] = None\n"
+            "from weightlife._engine.events import bus\nfrom weightlife.report import LoadReport\n"
+            "from weightlife.runs import writer\nwriter.keep(sys.argv[1])\n"
+            "r = LoadReport(session_id='x', started_at='2026-11-29T03:00:00+00:00', outcome='committed')\n"
+            "bus.emit('session.start', 'x', report=r); bus.emit('session.end', 'x', report=r, outcome='committed')\n"
+        )
+        env = {**os.environ, "OTEL_SDK_DISABLED": "true"}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60, env=env)
+        assert len(read_run(tmp_path).sessions[0].spans) == 1
 
 
 class TestRead:

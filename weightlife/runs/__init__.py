@@ -12,7 +12,7 @@ so a process and rank never takes more than four times that.
 Records of ``sessions`` have a ``kind``: ``start`` when a session begins, so that one which never ended is seen, and
 ``session`` with its report when it ends. Within a schema version kinds and fields are only added.
 
-Standard library only; the spans' encoder is in ``weightlife.otel.otlp_json``.
+Standard library and the tracing API only.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from weightlife._engine import events
 from weightlife._version import __version__
 from weightlife.errors import clean
 from weightlife.runs import MAX_FILE_BYTES, MAX_LINE_BYTES, SCHEMA_VERSION, SESSIONS, TRACES
+from weightlife.runs.trace import SessionTrace
 
 if TYPE_CHECKING:
     from weightlife._engine.events import Bus, Event
@@ -42,6 +43,7 @@ QUEUE = 96
 SLOW_LAYERS = 20
 """Layers whose processing time is kept with a session, the slowest first."""
 
+_START = ("model", "operation", "source", "opened_by", "rank", "world_size", "started_at")
 _MAX_OPEN = 64
 _FAREWELL = 2.0
 _log = logging.getLogger("weightlife")
@@ -58,13 +60,6 @@ class _File:
 
 
 @dataclass
-class _Timing:
-    """Seconds of processing by layer, of one open session."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
 class _State:
     """All that belongs to one process: made anew after a fork."""
 
@@ -76,7 +71,7 @@ class _State:
     thread: threading.Thread | None = None
     stopping: bool = False
     files: dict[tuple[str, int], _File] = field(default_factory=dict)
-    open: OrderedDict[str, _Timing] = field(default_factory=OrderedDict)
+    open: OrderedDict[str, SessionTrace] = field(default_factory=OrderedDict)
 
 
 class RunWriter:
@@ -103,17 +98,11 @@ class RunWriter:
         return _State(os.getpid(), f"{now:%Y%m%dT%H%M%SZ}-{host}-{os.getpid()}-{os.urandom(3).hex()}")
 
     def subscribe(self, bus: Bus = events.bus) -> Callable[[], None]:
-        """Listen to ``bus``, for sessions and for spans; returns the function that ends it and closes the files."""
-        from weightlife.otel.otlp_json import RecordingProvider
-        from weightlife.otel.spans import SpanListener
-
-        # Spans first: they are in the queue when this listener begins to wait at the end of a session.
-        spans = SpanListener(RecordingProvider(self._spans)).subscribe(bus)
+        """Listen to ``bus``; returns the function that ends it and closes the files."""
         stop = bus.subscribe(self)
         atexit.register(self.close)
 
         def end() -> None:
-            spans()
             stop()
             self.close()
             atexit.unregister(self.close)
@@ -159,28 +148,26 @@ class RunWriter:
         if self._state.pid != os.getpid():
             self._state = self._fresh()
         state, report = self._state, event.data.get("report")
-        if event.name == events.LAYER_PROCESSED:
-            timing = state.open.get(event.session_id)
-            layer, seconds = event.data.get("layer"), event.data.get("seconds")
-            if timing is not None and isinstance(seconds, float):
-                timing.seconds[str(layer)] = timing.seconds.get(str(layer), 0.0) + seconds
-        elif event.name == events.SESSION_START:
-            state.open[event.session_id] = _Timing()
-            while len(state.open) > _MAX_OPEN:
-                state.open.popitem(last=False)
-            head = {
-                key: _value(event.data, report, key)
-                for key in ("model", "operation", "source", "opened_by", "rank", "world_size", "started_at")
-            }
+        if event.name == events.SESSION_START:
+            with state.changed:
+                state.open[event.session_id] = SessionTrace.begun(event)
+                while len(state.open) > _MAX_OPEN:
+                    state.open.popitem(last=False)
+            head = {key: _value(event.data, report, key) for key in _START}
             self._put(lambda: self._start_record(event, head))
         elif event.name == events.SESSION_END and report is not None:
-            timing = state.open.pop(event.session_id, None)
-            self._put(lambda: self._session_record(event, report, timing))  # type: ignore[arg-type]
+            with state.changed:
+                seen = state.open.pop(event.session_id, None)
+            self._put(lambda: self._session_record(event, report, seen))  # type: ignore[arg-type]
+            if seen is not None:
+                self._put(lambda: self._trace_record(event, report, seen))  # type: ignore[arg-type]
             # where the last wait was in vain the next one is not made: a directory that hangs costs once
             self._slow = not self.flush(0 if self._slow else PATIENCE)
-
-    def _spans(self, spans: list[Any]) -> None:
-        self._put(lambda: self._trace_record(spans))
+        elif event.session_id in state.open:
+            with state.changed:
+                seen = state.open.get(event.session_id)
+                if seen is not None:
+                    seen.take(event)
 
     def _put(self, make: Callable[[], tuple[str, int, dict[str, Any]] | None]) -> None:
         state = self._state
@@ -270,24 +257,23 @@ class RunWriter:
         return SESSIONS, _rank(head.get("rank")), record
 
     def _session_record(
-        self, event: Event, report: LoadReport, timing: _Timing | None
+        self, event: Event, report: LoadReport, seen: SessionTrace | None
     ) -> tuple[str, int, dict[str, Any]]:
         record = {**self._head("session"), "wall_ns": event.wall_ns, "report": report.to_dict()}
-        if timing is not None and timing.seconds:
-            slowest = sorted(timing.seconds.items(), key=lambda item: item[1], reverse=True)
+        if seen is not None and seen.layer_seconds:
+            slowest = sorted(seen.layer_seconds.items(), key=lambda item: item[1], reverse=True)
             record["slow_layers"] = [{"layer": name, "seconds": s} for name, s in slowest[:SLOW_LAYERS]]
         return SESSIONS, _rank(report.rank), record
 
-    def _trace_record(self, spans: list[Any]) -> tuple[str, int, dict[str, Any]]:
-        from weightlife.otel import names
-        from weightlife.otel.otlp_json import traces_data
-
+    def _trace_record(
+        self, event: Event, report: LoadReport, seen: SessionTrace
+    ) -> tuple[str, int, dict[str, Any]]:
         resource = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME") or "weightlife",
             "host.name": socket.gethostname(),
             "process.pid": os.getpid(),
         }
-        return TRACES, _rank(spans[0].attributes.get(names.RANK)), traces_data(spans, resource)
+        return TRACES, _rank(report.rank), seen.encode(event, report, resource, __version__)
 
 
 _current: tuple[RunWriter, Callable[[], None]] | None = None
