@@ -27,5 +27,5 @@ TRACES = "traces"
 
 MAX_FILE_BYTES = 32 * 2**20
 """A report of 600 layers is 90 kB: a file holds some 350 of them before it is turned over."""
-MAX_LINE_BYTES = 8 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 """A longer record is written without the layers that do not fit; the record says how many."""
