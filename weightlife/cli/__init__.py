@@ -14,11 +14,11 @@ def main() -> int:
     """Run the command line; returns the exit code. Without the extra it says how to get it."""
     try:
         from weightlife.cli.app import run
+
+        return run()
     except ModuleNotFoundError as error:
-        if error.name not in _NEEDS:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _NEEDS:
             raise
-        print(
-            f"weightlife: the command line needs {error.name}: pip install 'weightlife[cli]'", file=sys.stderr
-        )
+        print(f"weightlife: the command line needs {missing}: pip install 'weightlife[cli]'", file=sys.stderr)
         return 2
-    return run()

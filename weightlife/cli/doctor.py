@@ -186,10 +186,9 @@ def _settings(environ: Mapping[str, str]) -> list[Check]:
             for n in ("surplus", "casts", "empty", "nonfinite", "contract")
             if getattr(settings, n) == "strict"
         ]
-        text = (
-            f"incomplete updates (from disk: {settings.partial_disk}, in calls: {settings.partial_update}), "
-        )
-        text += f"and by policy: {', '.join(strict) or 'nothing more'}; {settings.isolation}, storage {settings.storage}"
+        text = f"refused would be incomplete loads (partial_disk={settings.partial_disk}, "
+        text += f"partial_update={settings.partial_update}) and what is strict: {', '.join(strict) or 'nothing'}; "
+        text += f"isolation={settings.isolation}, storage={settings.storage}"
         checks.append(Check("enforced", "ok", text))
     if settings.runs_dir is None:
         text = "sessions are not kept: WEIGHTLIFE_RUNS_DIR is not set"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from weightlife.runs.reader import StoredSession, parse_record, run_files
 __all__ = ["Follower"]
 
 _CHUNK = 2**20
+_HEAD = 512
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Follower:
 
     path: Path
     problems: list[str] = field(default_factory=list)
-    _positions: dict[tuple[int, int], _Position] = field(default_factory=dict)
+    _positions: dict[bytes, _Position] = field(default_factory=dict)
 
     def poll(self) -> Iterator[StoredSession]:
         """What was added since the last call, file by file.
@@ -44,9 +44,12 @@ class Follower:
         for file in files:
             try:
                 with file.open("rb") as stream:
-                    status = os.fstat(stream.fileno())
-                    # by inode: a file that is turned over keeps its place under its new name
-                    place = self._positions.setdefault((status.st_dev, status.st_ino), _Position())
+                    # By its beginning, which holds a time: a file that is turned over keeps its place under its new
+                    # name. Numbers of inodes are used again at once.
+                    head = stream.read(_HEAD)
+                    if len(head) < _HEAD and b"\n" not in head:
+                        continue
+                    place = self._positions.setdefault(head.split(b"\n")[0], _Position())
                     stream.seek(place.offset)
                     while chunk := stream.read(_CHUNK):
                         place.offset += len(chunk)
