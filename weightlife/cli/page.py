@@ -144,7 +144,7 @@ def _load(update: Update, longest: float, sessions: dict[int, int]) -> dict[str,
         "ticks": [format_seconds(total * part / 4) for part in (1, 2, 3, 4)] if total > 0 else [],
         "phases": _phases(update),
         "attributed": [
-            {"name": name, "time": format_seconds(seconds)}
+            {"name": clean(name, 120), "time": format_seconds(seconds)}
             for name, seconds in sorted(view.attributed(slowest).items(), key=lambda item: -item[1])
         ],
         "slow_layers": [
@@ -177,7 +177,7 @@ def _lanes(update: Update) -> tuple[list[dict[str, Any]], float]:
             # at least a third of a percent: what is there can be seen and pointed at
             width = min(max(_percent(s.seconds, total), 0.3), 100.0)
             x = min(max(0.0, _percent(at, total)), 100.0 - width)
-            words = f"{s.name}: {format_seconds(s.seconds)}, from {format_seconds(max(0.0, at))}"
+            words = f"{clean(s.name, 80)}: {format_seconds(s.seconds)}, from {format_seconds(max(0.0, at))}"
             words += f", {s.calls} calls" if s.calls > 1 else ""
             words += f", failed: {clean(s.error, 200)}" if s.error else ""
             drawn.append({"x": f"{x:.3f}", "width": f"{width:.3f}", "middle": f"{x + width / 2:.3f}",
@@ -202,7 +202,7 @@ def _phases(update: Update) -> list[dict[str, Any]]:
     total = max(s.report.seconds for s in update.ranks)
     return [
         {
-            "name": name,
+            "name": clean(name, 80),
             "what": view.PHASES.get(name, ""),
             "style": _style(name),
             "time": format_seconds(max(found)[0]),

@@ -207,7 +207,7 @@ def headline(session: StoredSession) -> str:
     if not rows or total <= 0:
         return "No times were stored."
     name, seconds, _ = max(rows, key=lambda row: row[1])
-    text = f"{100 * min(1.0, seconds / total):.0f} % of {format_seconds(total)} went into {name}"
+    text = f"{100 * min(1.0, seconds / total):.0f} % of {format_seconds(total)} went into {errors.clean(name, 80)}"
     if name in PHASES:
         text += f": {PHASES[name]}"
     speed = rate(session.report.bytes_received, seconds) if name == "receive" else ""
