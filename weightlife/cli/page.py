@@ -96,7 +96,8 @@ def _verdict(updates: list[Update]) -> str:
     text = f"{len(updates)} load{'s' if len(updates) != 1 else ''}, "
     text += "all of them good." if not bad else f"{len(bad)} not as it should be."
     last: dict[str, Update] = {u.first.model: u for u in updates}
-    for model, update in last.items():
+    # the newest three: what serves now is the question, and drafts are models too
+    for model, update in list(last.items())[-3:]:
         text += f" The last one of {clean(model, 80) or 'the model'}: {update.outcome}, {_result(update)}."
     return text
 
@@ -124,7 +125,7 @@ def _load(update: Update, longest: float, sessions: dict[int, int]) -> dict[str,
     return {
         "number": update.number,
         "operation": operation(report.operation),
-        "model": report.model or "a model",
+        "model": clean(report.model, 120) or "a model",
         "outcome": update.outcome,
         "result": _result(update),
         "started": _date(update.start_ns),

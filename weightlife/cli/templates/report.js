@@ -66,6 +66,7 @@
   const cell = (row, label, text, kind) => {
     const td = document.createElement("td");
     td.dataset.label = label;
+    if (!text) td.className = "blank";
     const span = document.createElement("span");
     span.textContent = text;
     if (kind) span.className = kind;
