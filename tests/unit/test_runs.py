@@ -144,17 +144,18 @@ class TestWritten:
         assert not run.problems
 
     def test_a_report_too_long_for_a_line_loses_layers_and_says_how_many(
-        self, keep: Callable[..., Kept]
+        self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(writer, "MAX_LINE_BYTES", 2**20)
         kept = keep()
-        kept.session(
-            layers=[LayerRecord(f"model.layers.{i}." + "x" * 90, "direct", "y" * 60) for i in range(60_000)]
-        )
+        layers = [LayerRecord(f"model.layers.{i}." + "x" * 90, "direct", "y" * 60) for i in range(8000)]
+        kept.session(layers=layers, notes=["z" * 100] * 50)
         kept.writer.flush(20)
         (session,) = read_run(kept.folder).sessions
-        assert session.left_out["layers"] + len(session.report.layers) == 60_000
-        assert len(session.report.layers) > 20_000
-        assert all(len(line) < 8 * 2**20 for p in kept.folder.glob("*.sessions*") for line in p.open("rb"))
+        assert session.left_out["layers"] + len(session.report.layers) == 8000
+        assert len(session.report.layers) > 3000
+        assert len(session.report.notes) == 50
+        assert all(len(line) < 2**20 for p in kept.folder.glob("*.sessions*") for line in p.open("rb"))
 
     def test_many_threads_write_whole_lines(self, keep: Callable[..., Kept]) -> None:
         kept = keep()
@@ -223,6 +224,24 @@ class TestFailures:
         assert times[0] >= writer.PATIENCE
         assert min(times[1:]) < writer.PATIENCE
         assert max(times) < 1
+
+    def test_a_long_record_is_waited_for_again_when_it_is_written(
+        self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = keep()
+        real = kept.writer._append
+
+        def slowly(*args: Any) -> None:
+            time.sleep(0.06)
+            real(*args)
+
+        monkeypatch.setattr(kept.writer, "_append", slowly)
+        kept.session()
+        assert kept.writer._slow
+        kept.writer.flush()
+        monkeypatch.setattr(kept.writer, "_append", real)
+        kept.session(session_id="s2")
+        assert not kept.writer._slow
 
     def test_what_does_not_fit_the_queue_is_dropped_and_counted(
         self, keep: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
