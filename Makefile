@@ -63,7 +63,7 @@ test: test-host test-plain ## everything but `full` (under 30 minutes on two cor
 
 .PHONY: test-host
 test-host: setup ## the part of `make test` with vLLM
-	$(PYTEST) -m "not full and not gpu and not plain" $(PYTEST_ARGS)
+	$(PYTEST) -m "not full and not gpu and not plain and not browser" $(PYTEST_ARGS)
 
 .PHONY: test-plain
 test-plain: setup-plain ## the part of `make test` without vLLM
@@ -72,6 +72,11 @@ test-plain: setup-plain ## the part of `make test` without vLLM
 .PHONY: test-floor
 test-floor: setup-floor ## test-plain with the oldest dependencies admitted
 	.venv-floor/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
+
+.PHONY: test-browser
+test-browser: setup ## the HTML report in a headless Chromium (needs one: apt-get install chromium)
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.45'
+	$(PYTEST) -m browser tests/browser $(PYTEST_ARGS)
 
 .PHONY: test-full
 test-full: setup ## the whole product of families, ways and modes (hours; goes on where it was stopped)

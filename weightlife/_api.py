@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
@@ -41,6 +42,8 @@ def install(**settings: Any) -> None:
     wanted = wanted.replace(**settings) if settings else wanted
     if enabled_from_env(os.environ) is False:
         return
+    if wanted.runs_dir is not None:
+        wanted = wanted.replace(runs_dir=str(Path(wanted.runs_dir).absolute()))
     with _lock:
         _install(wanted)
         _defaults.discard("watching")
@@ -110,6 +113,7 @@ def _install(wanted: Settings) -> None:
     log.setLevel(wanted.log_level.upper())
     patcher.apply()
     listen(wanted)
+    keep_runs(wanted.runs_dir)
 
 
 def listen(wanted: Settings, tracer_provider: Any = None, meter_provider: Any = None) -> None:
@@ -135,6 +139,16 @@ def silence() -> None:
     for telemetry in _telemetry:
         telemetry.close()
     _telemetry.clear()
+
+
+def keep_runs(folder: str | None) -> None:
+    """Keep sessions in a directory, or no longer. What nobody asked for is not imported."""
+    import sys
+
+    if folder is not None or "weightlife.runs.writer" in sys.modules:
+        from weightlife.runs import writer
+
+        writer.keep(folder)
 
 
 def export(variables: dict[str, str]) -> None:
@@ -165,6 +179,7 @@ def uninstall() -> None:
     """
     with _lock:
         if not runtime.installed():
+            keep_runs(None)  # a watched module of this process may have asked for it
             return
         _refuse_while_open("uninstall")
         runtime.patcher().undo()
@@ -179,6 +194,7 @@ def uninstall() -> None:
         log.handlers[:] = _logger.pop("handlers", log.handlers)
         silence()
         _defaults.clear()
+        keep_runs(None)
         runtime.set_runtime(None, None)
         for name, value in _exported.items():
             if value is None:
@@ -260,9 +276,13 @@ def local_status() -> dict[str, Any]:
         "settings": {},
         "seams": [],
         "models": [],
+        "runs": None,
         "not_covered": list(NOT_COVERED),
         "telemetry": _telemetry_status(),
     }
+    writer = sys.modules.get("weightlife.runs.writer")
+    if writer is not None:
+        out["runs"] = writer.status()
     if not runtime.installed():
         return out
     out["mode"] = runtime.settings().mode

@@ -54,6 +54,10 @@ def watch(model: torch.nn.Module, host: Host | None = None, **settings: Any) -> 
         )  # fmt: skip
     _api.ensure_listening(wanted)
     life = lifecycle.Lifecycle(model, host or TorchHost(model), wanted, fill=runtime.fill())
+    if wanted.runs_dir is not None:
+        from weightlife import _api
+
+        _api.keep_runs(wanted.runs_dir)
     life.own_mode = settings.get("mode")
     forward.guard(model, life)
 

@@ -44,6 +44,10 @@ def _choice(values: object, doc: str) -> dict[str, object]:
     return {"doc": doc, "choices": get_args(values)}
 
 
+def _path(doc: str) -> dict[str, object]:
+    return {"doc": doc, "path": True, "optional": True}
+
+
 def _integer(doc: str, *, minimum: int, size: bool, optional: bool) -> dict[str, object]:
     return {"doc": doc, "minimum": minimum, "size": size, "optional": optional}
 
@@ -175,6 +179,13 @@ class Settings:
     log_level: LogLevel = field(
         default="info", metadata=_choice(LogLevel, "Level of the logger 'weightlife'.")
     )
+    runs_dir: str | None = field(
+        default=None,
+        metadata=_path(
+            "A directory in which every process keeps the reports and spans of its sessions, for `weightlife report` "
+            "and `weightlife trace tail`; empty: nothing is kept."
+        ),
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -277,6 +288,8 @@ def _legal(item: Field[Any]) -> str:
     choices = item.metadata.get("choices")
     if choices:
         return " | ".join(choices)
+    if item.metadata.get("path"):
+        return "a directory, or None"
     least = f"integer >= {item.metadata['minimum']}"
     return f"{least}, or None" if item.metadata["optional"] else least
 
@@ -296,6 +309,16 @@ def _check(item: Field[Any], value: object) -> None:
         return
     if value is None and item.metadata["optional"]:
         return
+    if item.metadata.get("path"):
+        # what can't be a path anywhere, or would not survive being a variable
+        if (
+            not isinstance(value, str)
+            or not value.strip()
+            or not value.isprintable()
+            or value != value.strip()
+        ):
+            raise _refuse(item, value)
+        return
     # bool is an int to Python, but True is nobody's budget
     if isinstance(value, bool) or not isinstance(value, int) or value < item.metadata["minimum"]:
         raise _refuse(item, value)
@@ -304,6 +327,8 @@ def _check(item: Field[Any], value: object) -> None:
 def _from_text(item: Field[Any], text: str) -> str | int | None:
     if item.metadata.get("choices"):
         return text.lower()
+    if item.metadata.get("path"):
+        return text
     if item.metadata["optional"] and text.lower() in ("none", "auto"):
         return None
     parse: Callable[[str], int | None] = _parse_size if item.metadata["size"] else _parse_int

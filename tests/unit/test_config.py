@@ -20,6 +20,7 @@ settings = st.builds(
     **{name: st.sampled_from(values) for name, values in CHOICES.items()},
     undo_budget_bytes=st.none() | st.integers(0, 2**50),
     implicit_patience=st.integers(0, 10_000),
+    runs_dir=st.none() | st.sampled_from(["runs", "/a/b c", "./\u00e4"]),
 )
 
 
@@ -43,6 +44,7 @@ def test_defaults() -> None:
         "trace_layers": "slow",
         "trace_layer_ms": 100,
         "log_level": "info",
+        "runs_dir": None,
     }
 
 
@@ -97,7 +99,9 @@ def test_an_unknown_name_tells_the_nearest(name: str, hint: str) -> None:
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("item", FIELDS, ids=lambda item: item.name)
+@pytest.mark.parametrize(
+    "item", [f for f in FIELDS if not f.metadata.get("path")], ids=lambda item: item.name
+)
 @pytest.mark.parametrize("value", ["nonsense", True, -1, 1.5, [], ""])
 def test_an_illegal_value_is_refused_with_the_legal_ones(
     item: dataclasses.Field[object], value: object
@@ -203,3 +207,9 @@ def test_light_modules_load_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("value", ["", "  ", " runs", "a\0b", "a\nb", 3, b"runs"])
+def test_a_directory_that_can_be_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="a directory, or None"):
+        Settings(runs_dir=value)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ PAGES = [
 ]  # fmt: skip
 EXPECTED = {
     "architecture",
+    "command-line",
     "decisions",
     "field-reports",
     "not-covered",
