@@ -320,16 +320,21 @@ class TestView:
             ("in no phase", 3.0),
         ]
 
-    def test_fields_that_this_version_does_not_know_are_used(self, tmp_path: Path) -> None:
+    def test_time_by_cause_and_layer_is_used(self, tmp_path: Path) -> None:
         maker = runmaker.Maker(tmp_path)
         maker.load()
         folder = maker.done()
         path = next(folder.glob("*.sessions*"))
-        more = '"attributed":{"source":3.5,"bad":"x"},"processing":{"Hook":1.5},"trace_id":"abc","outcome":"committed"'
-        text = path.read_text().replace('"outcome":"committed"', more)
-        path.write_text(
-            text.replace('"name":"model.layers.3.qkv_proj"', '"seconds":9.5,"name":"model.layers.3.qkv_proj"')
-        )
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            report = line.get("report", line)
+            if "layers" not in report:
+                continue
+            report.update(attributed={"source": 3.5}, processing={"Hook": 1.5})
+            for layer in report["layers"]:
+                if layer["name"] == "model.layers.3.qkv_proj":
+                    layer["seconds"] = 9.5
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         (session,) = read_run(folder).sessions
         assert view.attributed(session) == {"source": 3.5, "hooks of Hook": 1.5}
         assert view.layer_seconds(session)["model.layers.3.qkv_proj"] == 9.5
