@@ -164,6 +164,7 @@ class TestDistributions:
             for path in (ROOT / "weightlife").rglob("*.py")
             if not any(part in path.relative_to(ROOT / "weightlife").parts[:1] for part in LINKED)
         }
+        own |= {f"weightlife/cli/templates/report.{kind}" for kind in ("html", "css", "js")}
         expected = own | _sources("kernels") | _sources("otel") | {"weightlife/py.typed"}
         assert expected - names == set()
         assert [name for name in names if "__pycache__" in name] == []

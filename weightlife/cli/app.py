@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from weightlife._version import __version__
-from weightlife.cli.output import BAD, FAILED, GOOD, OUTCOME_STYLES, doing, emit_json, stderr, stdout, text
-from weightlife.errors import WeightlifeError, clean
-from weightlife.report import format_bytes, format_seconds
+from weightlife.cli import show
+from weightlife.cli.output import BAD, FAILED, GOOD, doing, emit_json, stderr, stdout, text
+from weightlife.errors import WeightlifeError
 from weightlife.runs import view
-from weightlife.runs.reader import MAX_SESSIONS, Run, StoredSession, read_run
-from weightlife.runs.view import Update
+from weightlife.runs.reader import MAX_SESSIONS, read_run
 
 __all__ = ["app", "run"]
 
@@ -111,7 +109,7 @@ def report(
     if as_json:
         emit_json({**view.to_dict(found, updates), "comparison": compared})
     else:
-        _print_run(found, updates, compared)
+        show.print_run(found, updates, compared)
         for written in (html, perfetto):
             if written is not None:
                 stderr().print(text(f"wrote {written}", limit=1000))
@@ -125,97 +123,6 @@ def _write(path: Path, content: str) -> None:
     except OSError as error:
         stderr().print(text(f"weightlife: {path}: {error.strerror}", "red", 1000))
         raise typer.Exit(FAILED) from None
-
-
-def _print_run(found: Run, updates: list[Update], compared: list[dict[str, Any]] | None) -> None:
-    out = stdout()
-    if not updates:
-        out.print(text(f"No session is stored in {found.path}.", limit=1000))
-    else:
-        table = Table(
-            "load",
-            "result",
-            "model",
-            "started (UTC)",
-            "ranks",
-            "received",
-            "time",
-            box=None,
-            padding=(0, 2, 0, 0),
-        )
-        for update in updates:
-            table.add_row(*_row(update))
-        out.print(table)
-        shown = next((u for u in reversed(updates) if not u.good), updates[-1])
-        out.print()
-        _print_load(shown)
-    for part in compared or ():
-        _print_comparison(part)
-    if found.older:
-        out.print(text(f"{found.older} older sessions are not shown; --last shows more"))
-    for problem in found.problems:
-        stderr().print(text(problem, "yellow", 500))
-
-
-def _row(update: Update) -> list[Text]:
-    report, outcome = update.first, update.outcome
-    ranks = f"{len(update.ranks)}" + (f" of {report.world_size}" if update.missing_ranks else "")
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(update.start_ns / 1e9, 2**35)))
-    return [
-        text(f"{update.number} {report.operation}"),
-        text(outcome, OUTCOME_STYLES.get(outcome, "")),
-        text(report.model, limit=40),
-        text(started if update.start_ns else ""),
-        text(ranks),
-        text(f"{update.tensors} tensors, {format_bytes(update.nbytes)}"),
-        text(format_seconds(update.seconds)),
-    ]
-
-
-def _print_load(update: Update) -> None:
-    """One load in full: the last that was not good, or the last."""
-    out = stdout()
-    slowest = max(update.ranks, key=lambda s: s.report.seconds)
-    title = Text(f"load {update.number}: ").append_text(
-        text(update.outcome, OUTCOME_STYLES.get(update.outcome, ""))
-    )
-    out.print(title.append(f", {view.RESULTS.get(update.outcome, '')}"))
-    out.print(text(f"  {view.headline(slowest)}", limit=500))
-    width = max((len(clean(name, 40)) for name, *_ in view.times(slowest)), default=0)
-    for name, seconds, calls in view.times(slowest):
-        share = 100 * seconds / slowest.report.seconds if slowest.report.seconds > 0 else 0.0
-        bar = "#" * round(share / 2.5)
-        more = f"  ({calls} calls)" if calls != 1 else ""
-        out.print(
-            text(f"  {clean(name, 40):<{width}}  {format_seconds(seconds):>7} {share:5.1f} %  {bar}{more}")
-        )
-    for problem in view.problems(update)[:20]:
-        out.print(text(f"  {problem.code or 'error'} {problem.message}", "red", 600))
-        if problem.layer:
-            out.print(text(f"    in {problem.layer}", limit=400))
-        if problem.tensors:
-            out.print(text(f"    {', '.join(clean(t) for t in problem.tensors[:8])}", limit=1500))
-        out.print(text(f"    next: {problem.hint}", "bold", 600))
-
-
-def _print_comparison(part: dict[str, Any]) -> None:
-    from weightlife.cli.page import change
-
-    out = stdout()
-    out.print()
-    before, after = part["loads"]
-    out.print(text(f"{part['operation']} of {part['model']}: {before} loads before, {after} now"))
-    for row in part["rows"]:
-        if row["before"] is None or row["after"] is None:
-            continue
-        show = (lambda v: format_bytes(int(v))) if row["unit"] == "By" else format_seconds
-        out.print(
-            text(
-                f"  {clean(row['name'], 40):<20} {show(row['before']):>9} -> {show(row['after']):>9}  {change(row)}"
-            )
-        )
-    for layer in part["layers"]["changed"][:20]:
-        out.print(text(f"  {layer['name']}: {layer['before']} -> {layer['after']}", limit=400))
 
 
 # -- doctor and seams ------------------------------------------------------------------------------------------------
@@ -323,8 +230,8 @@ def tail(
     known = [s for s in known if s.ended or (s.report.session_id, s.report.rank, s.pid) not in ended]
     shown = known[-last:] if last else []
     for session in shown:
-        _print_session(session, as_json)
-    _print_problems(follower.problems)
+        show.print_session(session, as_json)
+    show.print_problems(follower.problems)
     if once:
         good = bool(known) and all(s.report.outcome in ("committed", "observed") for s in shown)
         raise typer.Exit(GOOD if good else BAD)
@@ -334,40 +241,10 @@ def tail(
         while True:
             time.sleep(interval)
             for session in follower.poll():
-                _print_session(session, as_json)
-            _print_problems(follower.problems)
+                show.print_session(session, as_json)
+            show.print_problems(follower.problems)
     except KeyboardInterrupt:
         raise typer.Exit(GOOD) from None
-
-
-def _print_session(session: StoredSession, as_json: bool) -> None:
-    if as_json:
-        kind = "session" if session.ended else "start"
-        document = {
-            "schema_version": 1,
-            "kind": kind,
-            "host": session.host,
-            "pid": session.pid,
-            "report": session.raw,
-        }
-        emit_json(document, line=True)
-        return
-    report = session.report
-    if session.ended:
-        line = text(report.summary_line(), OUTCOME_STYLES.get(report.outcome, ""), 4000)
-    else:
-        line = text(
-            f"session {report.session_id} {report.operation} {report.model} rank{report.rank}: began "
-            f"(opened by {report.opened_by}, {session.host} {session.pid})", "dim", 1000,
-        )  # fmt: skip
-    stdout().print(line, soft_wrap=True)
-    sys.stdout.flush()
-
-
-def _print_problems(problems: list[str]) -> None:
-    for problem in problems:
-        stderr().print(text(problem, "yellow", 500))
-    problems.clear()
 
 
 # -- demo ------------------------------------------------------------------------------------------------------------
@@ -393,10 +270,10 @@ def demo(
     """
     import tempfile
 
-    from weightlife.cli import demo as show
+    from weightlife.cli import demo as stage
 
     if engine:
-        found = show.find_engine_demo()
+        found = stage.find_engine_demo()
         if found is None:
             stderr().print(
                 text("weightlife: the demo on an engine is not part of the installed package", "red")
@@ -405,10 +282,10 @@ def demo(
                 text("next: run examples/demo.py from a checkout, or this command without --engine")
             )
             raise typer.Exit(FAILED)
-        raise typer.Exit(GOOD if show.run_engine_demo(found, as_json=as_json) == 0 else BAD)
+        raise typer.Exit(GOOD if stage.run_engine_demo(found, as_json=as_json) == 0 else BAD)
     with tempfile.TemporaryDirectory(prefix="weightlife-demo-") as folder:
         with doing("loading, swapping, breaking"):
-            steps = show.play(Path(folder))
+            steps = stage.play(Path(folder))
         import weightlife
 
         weightlife.uninstall()  # closes the files
