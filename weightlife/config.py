@@ -110,6 +110,21 @@ class Settings:
     empty: Check = field(
         default="strict", metadata=_choice(Check, "A session that ends without having received a tensor.")
     )
+    announced: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Names, shapes and dtypes that a sender announces ('expected', a transfer's update info), held against "
+            "a complete load before the first write, and against what then arrives.",
+        ),
+    )
+    source: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Headers of a safetensors folder, held against its index and a complete load before a reload by path.",
+        ),
+    )
     nonfinite: Check = field(
         default="off",
         metadata=_choice(

@@ -34,6 +34,8 @@ def test_defaults() -> None:
         "surplus": "strict",
         "casts": "strict",
         "empty": "strict",
+        "announced": "strict",
+        "source": "strict",
         "nonfinite": "off",
         "contract": "strict",
         "processing": "as_complete",

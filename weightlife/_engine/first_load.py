@@ -38,7 +38,7 @@ class FirstLoad:
         self.current: Received | None = None
         self.expected: dict[int, Counter[Region]] = {}
         self.irregular: set[int] = set()
-        self.casts: set[tuple[int, str]] = set()
+        self.casts: dict[tuple[int, str], set[Region]] = {}
         self.spread: set[int] = set()
         self.raw: set[int] = set()
         self.custom = False
@@ -183,7 +183,7 @@ class FirstLoad:
             if spreads(view, args[1]):
                 self.spread.add(number)
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
-            self.casts.add((number, str(args[1].dtype).removeprefix("torch.")))
+            self.casts.setdefault((number, str(args[1].dtype).removeprefix("torch.")), set()).add(part)
 
     def _note_replaced(self) -> None:
         """Tensors that the loader gave other data (`.data =`) count as written whole."""
