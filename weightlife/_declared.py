@@ -29,13 +29,14 @@ class Known(NamedTuple):
     """A tensor of the last complete load: its dtype and shape at the sender, and what it wrote.
 
     `writes` are regions, equal where two tensors wrote the same elements; none: the model left it out by design.
-    `takes` are dtypes that its weights are known to take, besides its own.
+    `takes` are dtypes that its weights are known to have taken, besides its own; `into` are those of the weights.
     """
 
     dtype: str
     shape: tuple[int, ...]
     writes: tuple[Hashable, ...]
     takes: frozenset[str] = frozenset()
+    into: frozenset[str] = frozenset()
 
 
 def as_headers(given: Any) -> dict[str, Header]:
@@ -121,7 +122,9 @@ def _unlike(
     if declared.shape is not None and plain(declared.shape) != plain(known.shape):
         message = f"shape {list(declared.shape)}, the last complete load had {list(known.shape)}"
         out.append(("announced", errors.ShapeMismatchError(message, tensors=[name], **context)))
-    taken = declared.dtype in known.takes or _casts.allowed(declared.dtype, known.dtype)
+    taken = declared.dtype in known.takes or any(
+        _casts.allowed(declared.dtype, dtype) for dtype in (known.dtype, *known.into)
+    )
     if declared.dtype and not taken:
         message = f"dtype {declared.dtype}, the last complete load had {known.dtype}: data of another kind"
         out.append(("casts", errors.DtypeMismatchError(message, tensors=[name], **context)))

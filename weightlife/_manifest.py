@@ -192,6 +192,7 @@ class Manifest:
             name: Known(
                 entry.dtype, entry.shape, entry.writes,
                 frozenset(d for w in entry.writes for d in self.storages[w.storage].takes),
+                frozenset(self.storages[w.storage].dtype for w in entry.writes),
             )
             for name, entry in self.tensors.items()
         }  # fmt: skip

@@ -259,7 +259,7 @@ class SessionHandle:
             )
 
 
-PER_SESSION = ("unexpected", "surplus", "casts", "empty", "nonfinite", "announced")
+PER_SESSION = ("unexpected", "surplus", "shapes", "casts", "empty", "nonfinite", "announced")
 """Settings that a session may override."""
 
 
@@ -282,7 +282,7 @@ def session(
             comes, and all of it must have come at the end.
         source: where the weights come from, for the report.
         opened_by: who opens it, for the report and for conflicts.
-        settings: for this session, any of unexpected, surplus, casts, empty, nonfinite, announced.
+        settings: for this session, any of unexpected, surplus, shapes, casts, empty, nonfinite, announced.
 
     Raises:
         NotInstalledError: the model was built without weightlife. ConfigError: a setting that a session can't have.

@@ -99,6 +99,14 @@ class Settings:
         default="strict",
         metadata=_choice(Check, "Regions that one session writes more often than a complete load does."),
     )
+    shapes: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Tensors with another number of elements than in the last complete load (loaders that narrow would cut "
+            "them in silence), and copies that would repeat a tensor to fill a weight.",
+        ),
+    )
     casts: Check = field(
         default="strict",
         metadata=_choice(

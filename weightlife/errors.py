@@ -292,7 +292,9 @@ class ShapeMismatchError(CompletenessError):
     """A tensor has another shape than its parameter."""
 
     code = "WL204"
-    default_hint = "check that sender and model have the same configuration and parallel layout"
+    default_hint = (
+        "check that sender and model have the same configuration and parallel layout; or shapes='warn'"
+    )
 
 
 class DtypeMismatchError(CompletenessError):

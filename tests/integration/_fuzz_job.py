@@ -2,10 +2,11 @@
 """Random streams on real engines, judged by the oracle. Child process of test_fuzz.py, and a command of its own.
 
     python tests/integration/_fuzz_job.py --family all --streams 60        # appends to .artifacts/fuzz/results.jsonl
-    python tests/integration/_fuzz_job.py --family awq --seeds 17,42 --verbose
+    python tests/integration/_fuzz_job.py --family awq --streams 43 --again --verbose
 
 One engine a family and round; a round has its own storage, isolation and start. Seeds that a former run did (the
-same family, round and number, found right) are not run again.
+same family, round and number, found right) are not run again. What a stream meets depends on those before it: to
+see one again run all up to it (`--streams 43 --again` for number 42).
 """
 
 from __future__ import annotations
@@ -253,6 +254,12 @@ class Bench:
         plain = not any(item.change or item.sent for item in stream.items)
         if stream.stop >= 0 and (raised is None or (plain and not isinstance(raised, Interrupted))):
             raise Wrong(f"the source's exception came out as {type(raised).__name__}: {str(raised)[:300]}")
+        if stream.retry and stream.entry != "bare":
+            outcome = ACCEPT if self.life.generation > before else REFUSE
+            if outcome not in may or (outcome == ACCEPT) is (raised is not None):
+                raise Wrong(
+                    f"outcome {outcome} before the retry, it must be {' or '.join(sorted(may))} ({raised!r})"
+                )
         if stream.retry:
             if stream.entry == "bare" and raised is None and self.life.session is not None:
                 may = may | {REFUSE}  # it may be dropped, or be overwritten in one session with the retry
@@ -349,7 +356,12 @@ def _shared(life: Any) -> set[str]:
 
 
 def execute(
-    family: str, round_number: int, numbers: list[int], root: str, verbose: bool = False
+    family: str,
+    round_number: int,
+    numbers: list[int],
+    root: str,
+    verbose: bool = False,
+    settings: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run the numbered streams of a family in this process."""
     from fuzz_streams import ENTRIES, draw
@@ -364,7 +376,9 @@ def execute(
     oracle.poison()
     row = checkpoints.FAMILIES[family]
     start = "a" if row.head == "other" else chosen["start"]
-    weightlife.install(storage=chosen["storage"], isolation=chosen["isolation"], log_level="error")
+    weightlife.install(
+        storage=chosen["storage"], isolation=chosen["isolation"], log_level="error", **(settings or {})
+    )
     from vllm import LLM
 
     more = {"load_format": "dummy"} if start == "dummy" else {}
@@ -429,7 +443,7 @@ def execute(
 
 def run(
     family: str, round_number: int, numbers: Sequence[int], root: Path, cache: Path, *, timeout: float = 600.0,
-    verbose: bool = False,
+    verbose: bool = False, settings: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Verdicts of the numbered streams, each on an engine that a former one left right."""
     from weightlife.testing import _cold, checkpoints, oracle
@@ -443,7 +457,7 @@ def run(
             "call": "_fuzz_job:execute",
             "path": [str(HERE)],
             "arguments": {
-                "family": family, "round_number": round_number, "numbers": left, "root": str(root), "verbose": verbose,
+                "family": family, "round_number": round_number, "numbers": left, "root": str(root), "verbose": verbose, "settings": settings,
             },
             "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "WEIGHTLIFE_TESTING_CACHE": str(cache)},
         }  # fmt: skip

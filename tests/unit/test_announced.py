@@ -272,3 +272,40 @@ def test_after_a_dummy_start_a_loader_that_repeats_stays_legal() -> None:
     for seed in (1, 2, 3):
         served.update(served.checkpoint(seed))
         assert torch.equal(served.run(), served.expected())
+
+
+class Cut(Layer):
+    """A loader that narrows what it gets, as loaders of sharded layers do, and converts it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(4, 4, loader=self.cut)
+
+    def cut(self, param: torch.Tensor, tensor: torch.Tensor) -> None:
+        param.data.copy_(tensor.narrow(0, 0, 4).to(param.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight @ x
+
+
+class CutModel(ToyModel):
+    def __init__(self) -> None:
+        super().__init__(("norm",))
+        self.cut = Cut()
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_a_tensor_that_a_loader_would_cut_or_convert_is_refused(implicit: bool) -> None:
+    """Found by random streams: a scale of 128 groups in place of 4 was cut in silence."""
+    served = Served(CutModel, weights={n: torch.ones(s) for n, s in CutModel().sources().items()})
+    new = served.checkpoint(1)
+    update = served.send if implicit else served.update
+    for bad, kind in (
+        (torch.ones(9, 4), errors.ShapeMismatchError),
+        (torch.ones(4, 4, dtype=torch.int8), errors.DtypeMismatchError),
+    ):
+        with unchanged(served.model), pytest.raises(kind):
+            update({**new, "cut.weight": bad})
+    with weightlife.session(served.model, shapes="warn"):
+        served.send({**new, "cut.weight": torch.cat([new["cut.weight"], torch.zeros(5, 4)])})
+    assert torch.equal(served.run(), served.expected(new))

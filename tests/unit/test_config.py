@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "partial_update": "by_layer",
         "unexpected": "ignore",
         "surplus": "strict",
+        "shapes": "strict",
         "casts": "strict",
         "empty": "strict",
         "announced": "strict",

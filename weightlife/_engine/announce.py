@@ -25,6 +25,7 @@ def known_of(life: Lifecycle) -> dict[str, Known]:
         name: Known(
             entry.dtype, entry.shape, tuple(entry.writes),
             frozenset(dtype for number, _ in entry.writes for dtype in took.get(number, ())),
+            frozenset(str(life.skeleton.storages[number].dtype).removeprefix("torch.") for number, _ in entry.writes),
         )
         for name, entry in life.manifest.names.items()
     }  # fmt: skip

@@ -97,6 +97,8 @@ class Intake:
             self.name, self.current, self._tensor = text, entry, tensor if known else None
         elif known:
             self._remember_partner(text, entry, tensor)  # there is no later moment
+        if known and not self.session.foreign_modes:
+            self._check_known(text, dtype, shape)
         if self.session.announced is not None:
             announce.arrived(self.session, text, dtype, shape)
         if self.session.streamer is not None:
@@ -112,6 +114,31 @@ class Intake:
         canonical = life.aliases.get(name)
         if canonical is not None:
             entry.digest = digest(tensor, life.skeleton.tensors[life.skeleton.named(canonical)].dtype)
+
+    def _check_known(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Against the last complete load, before the loader sees it.
+
+        A loader of a sharded layer narrows what it gets: a tensor that is too large is cut in silence. One that
+        converts by itself hides a cast from the ledger.
+        """
+        session = self.session
+        known = session.life.manifest.names.get(name)
+        if known is None or not known.writes or (known.shape == shape and known.dtype == dtype):
+            return
+        context: dict[str, Any] = {"model": session.life.name, "tensors": [name], "session": session.id}
+        spread = any(number in session.life.manifest.spread for number, _ in known.writes)
+        if math.prod(shape) != math.prod(known.shape) and not spread:
+            message = f"{list(shape)} arrived, the last complete load had {list(known.shape)}"
+            session.problem(errors.ShapeMismatchError(message, **context), session.settings.shapes)
+        storages, casts = session.life.skeleton.storages, session.life.manifest.casts
+        fits = any(
+            (number, dtype) in casts
+            or _casts.allowed(dtype, str(storages[number].dtype).removeprefix("torch."))
+            for number, _ in known.writes
+        )
+        if not fits and not _casts.allowed(dtype, known.dtype):
+            message = f"{dtype} arrived, the last complete load had {known.dtype}: data of another kind"
+            session.problem(errors.DtypeMismatchError(message, **context), session.settings.casts)
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.numel() == 0:
@@ -341,9 +368,12 @@ class Intake:
             if track.number is not None:
                 self.spread.add(track.number)
             return
-        raise errors.ShapeMismatchError(
-            f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
-            model=life.name, layer=track.path, tensors=self._named(), session=self.session.id,
+        self.session.problem(
+            errors.ShapeMismatchError(
+                f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
+                model=life.name, layer=track.path, tensors=self._named(), session=self.session.id,
+            ),
+            self.session.settings.shapes,
         )  # fmt: skip
 
     def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
