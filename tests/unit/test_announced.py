@@ -309,3 +309,25 @@ def test_a_tensor_that_a_loader_would_cut_or_convert_is_refused(implicit: bool) 
     with weightlife.session(served.model, shapes="warn"):
         served.send({**new, "cut.weight": torch.cat([new["cut.weight"], torch.zeros(5, 4)])})
     assert torch.equal(served.run(), served.expected(new))
+
+
+class Strict(ToyModel):
+    """A loader that looks for what is missing at the end of each of its calls, as some drafters' do."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        taken = super().load_weights(weights)
+        if taken != set(self.sources()):
+            raise ValueError("weights are missing")
+        return taken
+
+
+def test_a_loaders_own_check_at_the_end_of_each_call() -> None:
+    served = Served(lambda: Strict(("packed", "dense")))
+    new = served.checkpoint(1)
+    first, *rest = new.items()
+    with unchanged(served.model), pytest.raises(ValueError, match="weights are missing"):
+        served.send([first])
+    with unchanged(served.model), pytest.raises(ValueError, match="weights are missing"):
+        served.send(rest)
+    served.update(new)
+    assert torch.equal(served.run(), served.expected(new))
