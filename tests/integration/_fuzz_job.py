@@ -233,7 +233,15 @@ class Bench:
         from fuzz_streams import Item
 
         self.references += 1
-        items = [Item(name, serving[name]) for name in self.tensors["a"]]
+        # What nothing takes follows the tensor that it is tied to.
+        sides = {f.bound: serving[n] for n, f in self.facts.items() if f.taken and f.bound >= 0}
+        items = [
+            Item(
+                name,
+                serving[name] if self.facts[name].taken else sides.get(self.facts[name].bound, serving[name]),
+            )
+            for name in self.tensors["a"]
+        ]
         source = self.source(items, -1)
         self.llm.collective_rpc(lambda worker: worker.model_runner.reload_weights(weights_iterator=source))
         return self.fingerprint()

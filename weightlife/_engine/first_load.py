@@ -212,7 +212,7 @@ class FirstLoad:
             part = ledger.region(made.offset, made.shape, made.stride)
             self.expected[made.storage] = Counter({part: 1})
             if now.dtype != made.dtype:
-                self.casts.add((made.storage, dtype_name(now)))
+                self.casts.setdefault((made.storage, dtype_name(now)), set()).add(part)
             entry = self.received.get(slots.step(holder.path, key))
             if entry is not None and not entry.writes:
                 entry.writes.append((made.storage, part))
