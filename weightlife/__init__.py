@@ -20,10 +20,13 @@ if TYPE_CHECKING:
         install,
         last_report,
         last_reports,
+        manifest,
+        manifests,
         observe,
         status,
         uninstall,
     )
+    from weightlife._manifest import Manifest
     from weightlife._session import abort, session, watch, wrap_loader
 
 _LAZY = {
@@ -35,14 +38,17 @@ _LAZY = {
     "last_report": "weightlife._api",
     "last_reports": "weightlife._api",
     "abort": "weightlife._session",
+    "manifest": "weightlife._api",
+    "manifests": "weightlife._api",
+    "Manifest": "weightlife._manifest",
     "session": "weightlife._session",
     "watch": "weightlife._session",
     "wrap_loader": "weightlife._session",
 }
 
 __all__ = [
-    "__version__", "abort", "configure_otel", "errors", "install", "last_report", "last_reports", "observe", "session",
-    "status", "uninstall", "watch", "wrap_loader",
+    "Manifest", "__version__", "abort", "configure_otel", "errors", "install", "last_report", "last_reports", "manifest",
+    "manifests", "observe", "session", "status", "uninstall", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

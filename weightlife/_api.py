@@ -16,6 +16,7 @@ from weightlife.hosts import runtime
 from weightlife.hosts.patching import Patcher
 
 if TYPE_CHECKING:
+    from weightlife._manifest import Manifest
     from weightlife.otel.listening import Telemetry
     from weightlife.report import LoadReport
 
@@ -344,6 +345,53 @@ def last_reports(target: Any) -> list[LoadReport]:
     if life is None:
         raise errors.NotInstalledError("this model was not built under weightlife")
     return [life.reports[-1]] if life.reports else []
+
+
+def manifests(target: Any) -> list[Manifest]:
+    """What a complete load of a model brings, writes and leaves alone, one a rank.
+
+    Args:
+        target: a module, `LLM`, engine, worker or runner.
+
+    Raises:
+        NotInstalledError: the model was built without weightlife, or is not loaded yet.
+        HandshakeError: a worker runs without it.
+    """
+    from weightlife._engine import export, lifecycle
+    from weightlife._manifest import Manifest as Made
+    from weightlife._models import find_model
+
+    missing = errors.NotInstalledError("this model was not built under weightlife, or is not loaded yet")
+    try:
+        model = find_model(target)
+    except errors.HostError:
+        from weightlife.hosts.vllm import remote
+
+        if remote.engine_of(target) is None:
+            raise
+        answers = remote.ask(target, "manifest")
+        if not answers or any(answer is None for answer in answers):
+            raise missing from None
+        return [Made.from_dict(answer) for answer in answers]
+    life = lifecycle.of(model)
+    if life is None or life.observed is not None or life.first is not None:
+        raise missing
+    return [export.manifest_of(life)]
+
+
+def manifest(target: Any, rank: int = 0) -> Manifest:
+    """The manifest of one rank: names are the same on all, the elements that they write are a rank's own.
+
+    Raises:
+        as `manifests`. ConfigError: there is no such rank.
+    """
+    found = manifests(target)
+    for one in found:
+        if one.rank == rank:
+            return one
+    if len(found) == 1 and rank == 0:
+        return found[0]
+    raise errors.ConfigError(f"no rank {rank} among {[one.rank for one in found]}")
 
 
 def last_report(target: Any) -> LoadReport | None:

@@ -88,10 +88,12 @@ def wrap_loader(loader: Loader) -> Loader: ...
 
 
 @overload
-def wrap_loader(*, chunked: bool = False, **settings: Any) -> Callable[[Loader], Loader]: ...
+def wrap_loader(
+    *, chunked: bool = False, expected: Any = None, **settings: Any
+) -> Callable[[Loader], Loader]: ...
 
 
-def wrap_loader(loader: Any = None, *, chunked: bool = False, **settings: Any) -> Any:
+def wrap_loader(loader: Any = None, *, chunked: bool = False, expected: Any = None, **settings: Any) -> Any:
     """Make a loader of your own, `loader(model, weights, ...)`, one session a call.
 
     The first call on a model is its first load: watched, then processed by the host's hooks (`TorchHost`: methods
@@ -101,17 +103,23 @@ def wrap_loader(loader: Any = None, *, chunked: bool = False, **settings: Any) -
     Args:
         loader: the function; its first two arguments are the model and an iterable of (name, tensor).
         chunked: a call brings a part, and the next forward pass is the end.
+        expected: what a reload brings, as for `session`, or a function that tells it from the loader's arguments.
         settings: override the installed settings for models that this loader meets first.
 
     After `uninstall()` it is the plain loader again for models that it has loaded. `WEIGHTLIFE=0` does not reach it:
     it is code of yours, not something that was installed.
+
+    Raises:
+        ConfigError: `chunked` and `expected` together.
     """
+    if chunked and expected is not None:
+        raise errors.ConfigError("a loader whose calls bring parts cannot expect all of it")
     if loader is None:
-        return functools.partial(_wrap_loader, chunked=chunked, settings=settings)
-    return _wrap_loader(loader, chunked=chunked, settings=settings)
+        return functools.partial(_wrap_loader, chunked=chunked, expected=expected, settings=settings)
+    return _wrap_loader(loader, chunked=chunked, expected=expected, settings=settings)
 
 
-def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
+def _wrap_loader(loader: Any, chunked: bool, expected: Any, settings: dict[str, Any]) -> Any:
     @functools.wraps(loader)
     def load(model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
         from weightlife._engine import lifecycle
@@ -139,7 +147,10 @@ def _wrap_loader(loader: Any, chunked: bool, settings: dict[str, Any]) -> Any:
         explicit = life.session is not None and life.session.explicit
         if chunked or explicit or life.is_inside():
             return life.load_weights(call, weights)
-        with session(model, partial=life.settings.partial_disk, opened_by=loader.__name__) as opened:
+        declared = expected(model, weights, *args, **kwargs) if callable(expected) else expected
+        with session(
+            model, partial=life.settings.partial_disk, expected=declared, opened_by=loader.__name__
+        ) as opened:
             opened.engine_session.whole = True
             return life.load_weights(call, weights)
 
@@ -154,7 +165,17 @@ def _mode(life: Lifecycle) -> str:
 class SessionHandle:
     """An explicit session on one model: `prepare` (or `with`), chunks by the model's loader, `finish` or `abort`."""
 
-    def __init__(self, life: Lifecycle, opened_by: str, partial: str | None, source: str) -> None:
+    def __init__(
+        self,
+        life: Lifecycle,
+        opened_by: str,
+        partial: str | None,
+        source: str,
+        expected: Any = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._expected = expected
+        self._settings = settings
         self._life = life
         self._opened_by = opened_by
         self._partial = partial or life.settings.partial_update
@@ -177,11 +198,23 @@ class SessionHandle:
 
         Raises:
             SessionConflictError: another session is open. RefusedLayerError: an update must not begin now.
+            CompletenessError: what is expected cannot be a legal update. Nothing was touched.
         """
+        from weightlife._engine import announce
+
+        before = None if self._expected is None else lambda opened: announce.expect(opened, self._expected)
         with self._life.owned(self._opened_by):
             self._life.refuse_from_source(self._opened_by)
             self._life.end_implicit()
-            self._session = self._life.open(self._opened_by, "update", True, self._partial, self._source)
+            self._session = self._life.open(
+                self._opened_by,
+                "update",
+                True,
+                self._partial,
+                self._source,
+                settings=self._settings,
+                before=before,
+            )
         return self
 
     def finish(self) -> None:
@@ -232,19 +265,33 @@ class SessionHandle:
             )
 
 
+PER_SESSION = ("unexpected", "surplus", "shapes", "casts", "empty", "nonfinite", "announced")
+"""Settings that a session may override."""
+
+
 def session(
-    target: Any, *, partial: str | None = None, source: str = "", opened_by: str = "weightlife.session"
+    target: Any,
+    *,
+    partial: str | None = None,
+    expected: Any = None,
+    source: str = "",
+    opened_by: str = "weightlife.session",
+    **settings: Any,
 ) -> SessionHandle:
     """An explicit session on a model that is loaded: ``with weightlife.session(model): load(model, chunk) ...``.
 
     Args:
         target: a module, or an `LLM`, engine, worker or runner whose model lives in this process.
         partial: forbid (a complete load, or nothing), by_layer (the default), allow.
+        expected: everything that will come: names -> (dtype, shape) or tensors, names alone, or a manifest. It is
+            checked before anything is touched (complete by `partial`, shapes, dtypes), each tensor is checked when it
+            comes, and all of it must have come at the end.
         source: where the weights come from, for the report.
         opened_by: who opens it, for the report and for conflicts.
+        settings: for this session, any of unexpected, surplus, shapes, casts, empty, nonfinite, announced.
 
     Raises:
-        NotInstalledError: the model was built without weightlife.
+        NotInstalledError: the model was built without weightlife. ConfigError: a setting that a session can't have.
     """
     from weightlife._engine import lifecycle
     from weightlife._models import find_model
@@ -254,7 +301,14 @@ def session(
         raise errors.NotInstalledError("this model was not built under weightlife")
     if partial is not None:
         Settings().replace(partial_update=partial)  # validates
-    return SessionHandle(life, opened_by, partial, source)
+    strange = [name for name in settings if name not in PER_SESSION]
+    if strange:
+        raise errors.ConfigError(
+            f"a session has no setting {errors.clean(strange[0])!r}",
+            hint=f"those of a session are {', '.join(PER_SESSION)}; the others are given to install()",
+        )
+    chosen = life.settings.replace(**settings) if settings else None
+    return SessionHandle(life, opened_by, partial, source, expected, chosen)
 
 
 def abort(target: Any, reason: str = "") -> bool:

@@ -104,6 +104,14 @@ class Settings:
         default="strict",
         metadata=_choice(Check, "Regions that one session writes more often than a complete load does."),
     )
+    shapes: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Tensors with another number of elements than in the last complete load (loaders that narrow would cut "
+            "them in silence), and copies that would repeat a tensor to fill a weight.",
+        ),
+    )
     casts: Check = field(
         default="strict",
         metadata=_choice(
@@ -114,6 +122,21 @@ class Settings:
     )
     empty: Check = field(
         default="strict", metadata=_choice(Check, "A session that ends without having received a tensor.")
+    )
+    announced: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Names, shapes and dtypes that a sender announces ('expected', a transfer's update info), held against "
+            "a complete load before the first write, and against what then arrives.",
+        ),
+    )
+    source: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "Headers of a safetensors folder, held against its index and a complete load before a reload by path.",
+        ),
     )
     nonfinite: Check = field(
         default="off",

@@ -25,6 +25,10 @@
     |   +-- BypassError          WL207
     |   +-- EmptyUpdateError     WL208
     |   +-- NonFiniteError       WL209
+    |   +-- SourceError          WL220
+    |       +-- TruncatedSourceError WL221
+    |       +-- SourceIndexError WL222
+    |       +-- RepeatedSourceError WL223
     +-- StorageError             WL300
     |   +-- StorageMovedError    WL301
     |   +-- RefusedLayerError    WL302
@@ -86,14 +90,18 @@ __all__ = [
     "ProcessingError",
     "RankMismatchError",
     "RefusedLayerError",
+    "RepeatedSourceError",
     "SessionConflictError",
     "SessionError",
     "SessionFailedError",
     "SessionStateError",
     "ShapeMismatchError",
+    "SourceError",
+    "SourceIndexError",
     "StorageError",
     "StorageMovedError",
     "SurplusTensorError",
+    "TruncatedSourceError",
     "UnexpectedTensorError",
     "UnprocessedLayerError",
     "WeightlifeError",
@@ -284,7 +292,9 @@ class ShapeMismatchError(CompletenessError):
     """A tensor has another shape than its parameter."""
 
     code = "WL204"
-    default_hint = "check that sender and model have the same configuration and parallel layout"
+    default_hint = (
+        "check that sender and model have the same configuration and parallel layout; or shapes='warn'"
+    )
 
 
 class DtypeMismatchError(CompletenessError):
@@ -320,6 +330,34 @@ class NonFiniteError(CompletenessError):
 
     code = "WL209"
     default_hint = "check the trainer's step before sending, or set nonfinite='off'"
+
+
+class SourceError(CompletenessError):
+    """Files of a checkpoint can't be what their writer meant; nothing was touched."""
+
+    code = "WL220"
+    default_hint = "write or fetch the checkpoint again; source='warn' loads it as it is"
+
+
+class TruncatedSourceError(SourceError):
+    """A safetensors file is shorter than its header says, or its header can't be read."""
+
+    code = "WL221"
+    default_hint = "copy the file again: its writer or its transfer was interrupted"
+
+
+class SourceIndexError(SourceError):
+    """The index of a checkpoint and its files disagree."""
+
+    code = "WL222"
+    default_hint = "index and files are of different checkpoints: copy all of them again"
+
+
+class RepeatedSourceError(SourceError):
+    """Two files of a checkpoint hold a tensor of the same name."""
+
+    code = "WL223"
+    default_hint = "remove the stale file; which copy wins depends on the order of files"
 
 
 class StorageError(WeightlifeError):

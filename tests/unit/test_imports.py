@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "weightlife"
 HEAVY = ("torch", "vllm", "triton", "opentelemetry.sdk", "numpy", "transformers")
 
+PURE = (
+    "weightlife._casts", "weightlife._declared", "weightlife._manifest", "weightlife._names", "weightlife.source_checks",
+)  # fmt: skip
+"""What the engine, hosts and trainers share: plain data and questions to it."""
+
 # Child modules that need what is no dependency of ours.
 NEEDS = {
     "weightlife.testing.worker_ext": "vllm",
@@ -154,7 +159,7 @@ class TestArrows:
     @pytest.mark.parametrize("path", sources("_engine"), ids=lambda path: path.name)
     def test_the_engine_knows_neither_the_host_nor_who_listens(self, path: Path) -> None:
         allowed = ("weightlife._engine", "weightlife.hosts.protocol", "weightlife.report", "weightlife.errors",
-                   "weightlife.config", "weightlife.kernels")  # fmt: skip
+                   "weightlife.config", "weightlife.kernels", *PURE)  # fmt: skip
         for name in imports(path):
             assert name.partition(".")[0] not in (
                 "vllm",
@@ -165,6 +170,16 @@ class TestArrows:
             ), name
             if name.startswith("weightlife.") and name != "weightlife.errors":
                 assert name.startswith(allowed), f"{path.name} imports {name}"
+
+    @pytest.mark.parametrize("name", PURE)
+    def test_pure_modules_need_the_standard_library_only(self, name: str) -> None:
+        path = PACKAGE / f"{name.removeprefix('weightlife.')}.py"
+        for other in imports(path):
+            root = other.partition(".")[0]
+            allowed = ("weightlife.errors", *PURE)
+            if other == "weightlife":
+                continue  # `from weightlife import errors`: its parts follow
+            assert root in sys.stdlib_module_names or other.startswith(allowed), other
 
     def test_ledger_is_pure(self) -> None:
         found = set(imports(PACKAGE / "_engine" / "ledger.py"))

@@ -220,3 +220,73 @@ class TestUncovered:
         have = brute(MAX_NUMEL, received)
         want = any(have[element] == 0 for element in part.elements())
         assert uncovered(of(part), MAX_NUMEL, Counter(map(of, received))) == want
+
+
+@st.composite
+def expert_writes(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[tuple[int, int, int]]]:
+    """A stack of fused experts (experts, 2 * rows, columns), and (expert, half, dimension that is cut) of its writes."""
+    shape = (draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3)), draw(st.sampled_from((2, 4, 6))))
+    slot = st.tuples(st.integers(0, shape[0] - 1), st.integers(0, 1), st.integers(0, 1))
+    return shape, draw(st.lists(slot, max_size=12))
+
+
+class TestExpertSlots:
+    @given(expert_writes())
+    def test_halves_of_experts_equal_a_bitmap(self, drawn) -> None:
+        shape, writes = drawn
+        stack = torch.zeros(shape)
+        bitmap = torch.zeros(shape, dtype=torch.int64)
+        parts = []
+        for expert, half, dim in writes:
+            size = shape[1 + dim] // 2
+            view = stack[expert].narrow(dim, half * size, size)
+            parts.append(region(view.storage_offset(), tuple(view.shape), view.stride()))
+            bitmap[expert].narrow(dim, half * size, size).add_(1)
+        assert counts(stack.numel(), parts).tolist() == bitmap.flatten().tolist()
+        assert ledger.covered(stack.numel(), parts) == bool((bitmap > 0).all())
+        everything = Counter([region(0, (stack.numel(),), (1,))])
+        result = compare(stack.numel(), everything, Counter(parts))
+        assert result.missing == int((bitmap == 0).sum())
+        assert result.surplus == int((bitmap > 1).sum())
+
+    @given(expert_writes(), st.integers(0, 12))
+    def test_union_of_two_loads(self, drawn, cut: int) -> None:
+        """What two calls wrote is what one that makes both writes: nothing depends on where a stream is cut."""
+        shape, writes = drawn
+        stack = torch.zeros(shape)
+        parts = [
+            region(v.storage_offset(), tuple(v.shape), v.stride())
+            for expert, half, dim in writes
+            for v in [stack[expert].narrow(dim, half * (shape[1 + dim] // 2), shape[1 + dim] // 2)]
+        ]
+        one, two = Counter(parts[:cut]), Counter(parts[cut:])
+        numel = stack.numel()
+        assert (counts(numel, one) + counts(numel, two)).tolist() == counts(numel, one + two).tolist()
+        assert compare(numel, Counter(parts), one + two).exact
+
+
+class TestPacked:
+    @given(
+        st.sampled_from((torch.int8, torch.int16, torch.int32, torch.int64)),
+        st.sampled_from((torch.int8, torch.int16, torch.int32, torch.int64)),
+        narrowed(),
+    )
+    def test_views_of_another_width_reach_the_bytes_that_they_say(self, stored, seen, drawn) -> None:
+        """Packed weights are written through views of another dtype: elements of the storage are counted by bytes."""
+        from weightlife._engine.receive import Track, region_of
+
+        shape, geometry = drawn
+        base = torch.zeros(int(np.prod(shape)), dtype=seen)
+        nbytes = base.numel() * seen.itemsize
+        if nbytes % stored.itemsize:
+            return
+        view = base.as_strided(geometry.shape, geometry.strides, geometry.offset)
+        track = Track(0, base.untyped_storage(), nbytes, stored, False, "w")
+        part = region_of(track, view)
+        view.fill_(-1)
+        touched = base.view(torch.uint8).view(-1, stored.itemsize) != 0
+        if part is None:  # an element of the storage would be half written
+            assert seen.itemsize < stored.itemsize
+            return
+        assert touched.any(1).tolist() == (counts(track.numel, [part]) > 0).tolist()
+        assert touched.any(1).equal(touched.all(1))

@@ -589,10 +589,11 @@ class TestSession:
 
     def test_a_wrong_shape_is_named(self, packed: bool) -> None:
         served = Served(lambda: OneWay(WAYS["copy_"], packed))
-        checkpoint = {**served.checkpoint(1), "weight": torch.ones(5, 7)}
-        with unchanged(served.model), pytest.raises(errors.ShapeMismatchError) as caught:
-            served.update(checkpoint)
-        assert caught.value.tensors == ("weight",)
+        for shape in ((5, 7), (6, 4)):  # before the loader sees it; what the loader says of it
+            checkpoint = {**served.checkpoint(1), "weight": torch.ones(shape)}
+            with unchanged(served.model), pytest.raises(errors.ShapeMismatchError) as caught:
+                served.update(checkpoint)
+            assert caught.value.tensors == ("weight",)
         assert isinstance(caught.value.__cause__ or caught.value.__context__, RuntimeError)
 
     def test_an_error_of_ours_inside_a_write_comes_out_as_ours(self, packed: bool) -> None:

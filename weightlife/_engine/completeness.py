@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightlife import errors
+from weightlife._engine import announce
 from weightlife._engine import manifest as manifests
 from weightlife._engine.intake import digest
 from weightlife._engine.skeleton import view_on
+from weightlife._names import nearest, prefix_clause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +30,7 @@ def check(session: WeightLoadSession, touched: set[int]) -> None:
         SurplusTensorError: by policy. Nothing was committed.
     """
     _raw(session)
+    announce.finished(session)
     if not touched:
         _empty(session)
     _ties(session)
@@ -62,6 +65,7 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
     if not short:
         return None
     names = life.manifest.uncovered_names(short, stage.by_number)
+    strange = _strange(session)
     layer = life.layer_path(next(iter(storages[short[0]].layers), -1))
     kind: type[errors.CompletenessError] = errors.HalfTouchedLayerError
     message = f"a layer whose weights are processed received some of its tensors, {len(names)} did not arrive"
@@ -70,6 +74,9 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
         message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
     if not names:  # a loader that takes everything first, or pulls in a thread of its own
         message = f"{len(short)} weights were not written whole; which tensors they lack is not known"
+    elif strange:
+        message += f"; {len(strange)} arrived that nothing took{nearest_clause(names[0], strange, 'of them')}"
+        message += prefix_clause(session.intake.received, life.manifest.names)
     return kind(message, model=life.name, layer=layer, tensors=names, session=session.id)
 
 
@@ -114,7 +121,8 @@ def _empty(session: WeightLoadSession) -> None:
     if received:
         first = next(iter(received))
         message += f": none of {len(received)} names was taken, {first!r} first"
-        message += manifests.nearest(first, life.manifest.names)
+        message += nearest_clause(first, life.manifest.names)
+        message += prefix_clause(received, life.manifest.names)
     session.problem(
         errors.EmptyUpdateError(message, model=life.name, tensors=list(received)[:8], session=session.id),
         session.settings.empty,
@@ -124,20 +132,32 @@ def _empty(session: WeightLoadSession) -> None:
 def _unexpected(session: WeightLoadSession) -> None:
     """Names that no parameter took, though they are not among those that a complete load leaves out by design."""
     known = session.life.manifest.names
-    strange = [
-        name
-        for name, entry in session.intake.received.items()
-        if not entry.writes and (name not in known or known[name].writes)
-    ]
+    strange = _strange(session)
     if not strange:
         return
-    message = f"{len(strange)} tensors were taken by no parameter{manifests.nearest(strange[0], known)}"
+    message = f"{len(strange)} of {len(session.intake.received)} tensors were taken by no parameter"
+    message += nearest_clause(strange[0], known) + prefix_clause(session.intake.received, known)
     error = errors.UnexpectedTensorError(
         message, model=session.life.name, tensors=strange, session=session.id
     )
     if session.settings.unexpected == "refuse":
         session.problem(error, "strict")
     session.report.notes.append(str(error))
+
+
+def _strange(session: WeightLoadSession) -> list[str]:
+    known = session.life.manifest.names
+    return [
+        name
+        for name, entry in session.intake.received.items()
+        if not entry.writes and (name not in known or known[name].writes)
+    ]
+
+
+def nearest_clause(name: str, names: Iterable[str], which: str = "known name") -> str:
+    """The name that looks most like `name`, as a clause for a message, or nothing."""
+    close = nearest(name, names)
+    return f"; the nearest {which} is {close!r}" if close else ""
 
 
 def _surplus(session: WeightLoadSession) -> None:

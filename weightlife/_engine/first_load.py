@@ -45,7 +45,7 @@ class FirstLoad:
         self.current: Received | None = None
         self.expected: dict[int, Counter[Region]] = {}
         self.irregular: set[int] = set()
-        self.casts: set[tuple[int, str]] = set()
+        self.casts: dict[tuple[int, str], set[Region]] = {}
         self.spread: set[int] = set()
         self.raw: set[int] = set()
         self.custom = False
@@ -198,7 +198,7 @@ class FirstLoad:
             if spreads(view, args[1]):
                 self.spread.add(number)
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
-            self.casts.add((number, str(args[1].dtype).removeprefix("torch.")))
+            self.casts.setdefault((number, str(args[1].dtype).removeprefix("torch.")), set()).add(part)
 
     def _note_replaced(self) -> None:
         """Tensors that the loader gave other data (`.data =`) count as written whole."""
@@ -227,7 +227,7 @@ class FirstLoad:
             part = ledger.region(made.offset, made.shape, made.stride)
             self.expected[made.storage] = Counter({part: 1})
             if now.dtype != made.dtype:
-                self.casts.add((made.storage, dtype_name(now)))
+                self.casts.setdefault((made.storage, dtype_name(now)), set()).add(part)
             entry = self.received.get(slots.step(holder.path, key))
             if entry is not None and not entry.writes:
                 entry.writes.append((made.storage, part))

@@ -8,19 +8,20 @@ whether an operation reads elements that nobody has given a value yet.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from weightlife import errors
-from weightlife._engine import ledger
-from weightlife._engine import manifest as manifests
+from weightlife import _casts, errors
+from weightlife._engine import announce, ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
 from weightlife._engine.receive import Track, region_of
 from weightlife._engine.skeleton import storage_key, view_on
+from weightlife._names import prefix_change
 
 if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
@@ -66,6 +67,9 @@ class Intake:
         self.recording = False
         self.sources: set[int] = set()  # storages of the tensors that this call brought
         self.unplaced = False  # it brought one that no write belongs to
+        # What this session's loaders did, for a manifest that is learned from it.
+        self.casts: dict[tuple[int, str], set[Region]] = {}
+        self.spread: set[int] = set()
         self._tensor: torch.Tensor | None = None
         self._sequence = 0
         self._units: dict[int, int] = {}  # storage number -> unit of layers that share storages
@@ -93,6 +97,10 @@ class Intake:
             self.name, self.current, self._tensor = text, entry, tensor if known else None
         elif known:
             self._remember_partner(text, entry, tensor)  # there is no later moment
+        if known and not self.session.foreign_modes:
+            self._check_known(text, dtype, shape)
+        if self.session.announced is not None:
+            announce.arrived(self.session, text, dtype, shape)
         if self.session.streamer is not None:
             self.session.streamer.begin(text)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
@@ -107,10 +115,39 @@ class Intake:
         if canonical is not None:
             entry.digest = digest(tensor, life.skeleton.tensors[life.skeleton.named(canonical)].dtype)
 
+    def _check_known(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Against the last complete load, before the loader sees it.
+
+        A loader of a sharded layer narrows what it gets: a tensor that is too large is cut in silence. One that
+        converts by itself hides a cast from the ledger.
+        """
+        session = self.session
+        known = session.life.manifest.names.get(name)
+        if known is None or not known.writes or (known.shape == shape and known.dtype == dtype):
+            return
+        context: dict[str, Any] = {"model": session.life.name, "tensors": [name], "session": session.id}
+        spread = any(number in session.life.manifest.spread for number, _ in known.writes)
+        if math.prod(shape) != math.prod(known.shape) and not spread:
+            message = f"{list(shape)} arrived, the last complete load had {list(known.shape)}"
+            session.problem(errors.ShapeMismatchError(message, **context), session.settings.shapes)
+        storages, casts = session.life.skeleton.storages, session.life.manifest.casts
+        fits = any(
+            (number, dtype) in casts
+            or _casts.allowed(dtype, str(storages[number].dtype).removeprefix("torch."))
+            for number, _ in known.writes
+        )
+        if not fits and not _casts.allowed(dtype, known.dtype):
+            message = f"{dtype} arrived, the last complete load had {known.dtype}: data of another kind"
+            session.problem(errors.DtypeMismatchError(message, **context), session.settings.casts)
+
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        # 8-bit floats have no isfinite kernel everywhere; bfloat16 represents all of their values.
+        if tensor.numel() == 0:
+            return
+        # 8-bit floats have no reduction everywhere; bfloat16 represents all of their values.
         wide = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)
-        if bool(torch.isfinite(wide).all()):
+        # One pass without a mask in memory: NaN comes through both, infinity through one of them.
+        low, high = torch.aminmax(wide.detach())
+        if math.isfinite(low) and math.isfinite(high):
             return
         self.session.problem(
             errors.NonFiniteError(
@@ -134,8 +171,13 @@ class Intake:
     def explain(self, error: Exception) -> errors.WeightlifeError | None:
         """What a loader's bare assertion meant, where the manifest tells: the tensor had another shape before."""
         session = self.session
-        known = session.life.manifest.names.get(self.name)
-        if self.current is None or known is None or known.shape == self.current.shape:
+        names = session.life.manifest.names
+        known = names.get(self.name)
+        if self.current is None:
+            return None
+        if known is None and not session.life.manifest.provisional:
+            self._explain_name(error)
+        if known is None or known.shape == self.current.shape:
             return None
         problem = errors.ShapeMismatchError(
             f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
@@ -144,6 +186,21 @@ class Intake:
         )  # fmt: skip
         session.record(problem)
         return problem
+
+    def _explain_name(self, error: Exception) -> None:
+        """A name that no complete load had, and that another prefix would make known: said, not raised.
+
+        Names are the loader's business, and its exception comes out as it is.
+        """
+        session = self.session
+        change = prefix_change(list(self.received), session.life.manifest.names)
+        if change is None:
+            return
+        problem = errors.UnexpectedTensorError(
+            f"the loader does not know the name: {errors.safe_text(error)}; of those that came so far, {change}",
+            model=session.life.name, tensors=[self.name], session=session.id,
+        )  # fmt: skip
+        session.problem(problem, "warn")
 
     # -- operations on the model's storages --------------------------------------------------------------------
 
@@ -305,15 +362,18 @@ class Intake:
     def _check_broadcast(self, track: Track, destination: torch.Tensor, given: torch.Tensor) -> None:
         """`copy_` fills a parameter with a smaller tensor in silence; a loader that means it did so at first, too."""
         life = self.session.life
-        if (
-            not spreads(destination, given)
-            or life.manifest.provisional
-            or track.number in life.manifest.spread
-        ):
+        if not spreads(destination, given) or track.number in life.manifest.spread:
             return
-        raise errors.ShapeMismatchError(
-            f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
-            model=life.name, layer=track.path, tensors=self._named(), session=self.session.id,
+        if life.manifest.provisional:
+            if track.number is not None:
+                self.spread.add(track.number)
+            return
+        self.session.problem(
+            errors.ShapeMismatchError(
+                f"{list(given.shape)} arrived for {list(destination.shape)} and would have been repeated to fill it",
+                model=life.name, layer=track.path, tensors=self._named(), session=self.session.id,
+            ),
+            self.session.settings.shapes,
         )  # fmt: skip
 
     def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
@@ -327,8 +387,11 @@ class Intake:
                 continue
             self._check_broadcast(track, view if destination is args[0] else destination, given)
             source = str(given.dtype).removeprefix("torch.")
-            accepted = (track.number, source) in session.life.manifest.casts
-            if source != target and not accepted and not manifests.cast_allowed(source, target):
+            if source == target or track.number is None:
+                return
+            part = region_of(track, view)
+            accepted = part is not None and session.life.manifest.cast_accepted(track.number, source, part)
+            if not accepted and not _casts.allowed(source, target):
                 session.problem(
                     errors.DtypeMismatchError(
                         f"a {source} tensor for a {target} weight: quantised data in the wrong place",
@@ -336,7 +399,9 @@ class Intake:
                     ),
                     session.settings.casts,
                 )  # fmt: skip
-                return
+            if part is not None:
+                self.casts.setdefault((track.number, source), set()).add(part)
+            return
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:

@@ -168,13 +168,30 @@ class Lifecycle(Teller):
     # -- opening and ending ------------------------------------------------------------------------------------
 
     def open(
-        self, opened_by: str, operation: str, explicit: bool, partial: str, source: str = ""
+        self,
+        opened_by: str,
+        operation: str,
+        explicit: bool,
+        partial: str,
+        source: str = "",
+        *,
+        settings: Settings | None = None,
+        before: Callable[[WeightLoadSession], None] | None = None,
     ) -> WeightLoadSession:
         """Prepare a session.
 
+        Args:
+            opened_by: as for `WeightLoadSession`, and so are the next five.
+            operation: see there.
+            explicit: see there.
+            partial: see there.
+            source: see there.
+            settings: see there.
+            before: a check that runs before anything is touched, and raises what it finds.
+
         Raises:
             SessionConflictError: one is open. SessionStateError: the model has not had its first load.
-            RefusedLayerError: an update must not begin. Nothing was touched.
+            RefusedLayerError: an update must not begin. What `before` raises. Nothing was touched.
         """
         if self.first is not None:
             raise errors.SessionStateError(
@@ -191,14 +208,14 @@ class Lifecycle(Teller):
             partial = "forbid"  # there is no A to keep: only a complete update heals
         elif not explicit and self.must_complete:
             partial = "forbid"
-        session = WeightLoadSession(self, opened_by, operation, explicit, partial, source)
+        session = WeightLoadSession(self, opened_by, operation, explicit, partial, source, settings)
         self.failed = None
         self.unsafe = False
         self.session = session
         OpenSessions.count += 1
         try:
             with self.entered():
-                session.prepare()
+                session.prepare(before)
         except BaseException as error:
             session.abort(error, "refused")
             raise
@@ -407,7 +424,9 @@ class Lifecycle(Teller):
         )
         if complete:
             received = dict(session.intake.received)
-            self.manifest = Manifest(False, expected_from(received, written), received)
+            self.manifest = Manifest(
+                False, expected_from(received, written), received, session.intake.casts, session.intake.spread
+            )
 
 
 __all__ = [

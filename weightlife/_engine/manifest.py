@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,13 +34,24 @@ class Manifest:
     provisional: bool = True
     expected: dict[int, Counter[Region]] = field(default_factory=dict)
     names: dict[str, Received] = field(default_factory=dict)
-    casts: set[tuple[int, str]] = field(default_factory=set)
+    # (storage, dtype that became another one) -> regions for which a load did so
+    casts: dict[tuple[int, str], set[Region]] = field(default_factory=dict)
     spread: set[int] = field(default_factory=set)  # storages that loaders fill with a smaller tensor
     reads_first: set[int] = field(
         default_factory=set
     )  # storages that loaders read before they have written them
     late: set[int] | None = None  # storages touched again after their layer was complete; None: not known
     custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
+
+    def cast_accepted(self, number: int, source: str, part: Region) -> bool:
+        """Whether a load that was taken as complete cast this dtype for this region.
+
+        Of regions that no load wrote (a sender that cuts otherwise) any such cast on the storage speaks.
+        """
+        regions = self.casts.get((number, source))
+        if not regions:
+            return False
+        return part in regions or part not in self.expected.get(number, ())
 
     def layers(self, skeleton: Skeleton) -> set[int]:
         """Ids of the modules that a load writes to."""
@@ -135,34 +145,3 @@ def repeated_names(
         )
     ]
     return repeated or list(on_them)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The live name that looks most like `name`, as a clause for a message, or nothing."""
-    # 11,712 names take 2.2 s: look among those of the same kind first, and never at more than a thousand.
-    known = list(names)
-    tail = name.rpartition(".")[2]
-    alike = [other for other in known if other.endswith(tail)] or known
-    close = difflib.get_close_matches(name, alike[:1000], n=1, cutoff=0.6)
-    return f"; the nearest known name is {close[0]!r}" if close else ""
-
-
-def cast_allowed(source: str, destination: str) -> bool:
-    """Whether a copy may convert `source` to `destination` (dtype names without `torch.`).
-
-    Float into float is a sender's choice (fp32 trainers push into bf16 models, and a cold load does the same
-    cast). Integer or 8-bit float storage in a floating weight, and floats in packed integers, are quantised data in
-    the wrong place: values would be reinterpreted in silence.
-    """
-    if source == destination:
-        return True
-    small = {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
-    if source in small or destination in small:
-        return False
-    wide = {"float16", "bfloat16", "float32", "float64"}
-    if source in wide and destination in wide:
-        return True
-    integers = {"int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 0}
-    if source in integers and destination in integers:
-        return integers[source] <= integers[destination]
-    return False

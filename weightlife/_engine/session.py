@@ -34,7 +34,9 @@ from weightlife._engine.streaming import Streamer
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 
 if TYPE_CHECKING:
+    from weightlife._declared import Header
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife.config import Settings
 
 
 class State(enum.Enum):
@@ -59,6 +61,7 @@ class WeightLoadSession:
         explicit: the caller says when it ends. An implicit session ends at the next real batch.
         partial: what must be covered at finish: forbid, by_layer or allow.
         source: where the weights come from, for reports.
+        settings: override the model's for this session.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class WeightLoadSession:
         explicit: bool,
         partial: str,
         source: str = "",
+        settings: Settings | None = None,
     ) -> None:
         self.life = life
         self.id = uuid.uuid4().hex[:12]
@@ -76,7 +80,8 @@ class WeightLoadSession:
         self.explicit = explicit
         self.partial = partial
         self.state = State.IDLE
-        self.settings = life.settings
+        self.settings = settings or life.settings
+        self.announced: dict[str, Header] | None = None  # all that may arrive, where the sender said so
         self.waited_batches = 0
         self.warned = False
         self.intake = Intake(self)
@@ -135,8 +140,11 @@ class WeightLoadSession:
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, before: Callable[[WeightLoadSession], None] | None = None) -> None:
         """Check that the update may begin, then put the model into the format that loaders write.
+
+        Args:
+            before: a further check, which raises what it finds. Its ranks may find different things.
 
         Raises:
             RefusedLayerError: a layer cannot be restored, or the host forbids an update now. Nothing was touched.
@@ -153,6 +161,12 @@ class WeightLoadSession:
                 model=life.name, layer=refused[0].path, session=self.id,
             )  # fmt: skip
         self.phase("prepare")
+        if before is not None:
+            try:
+                before(self)
+            except BaseException:
+                self.life.vote(False, self)
+                raise
         storage.choose(self)
         isolated = self.settings.isolation == "staged"
         self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"

@@ -8,7 +8,7 @@ is copied, so a pass that comes in the middle of an update costs a few milliseco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -244,7 +244,9 @@ class Stage:
                         track, a_view.dtype, a_view.storage_offset(), a_view.shape, a_view.stride()
                     )
 
-    def note_assigned(self, casts: set[tuple[int, str]], sources: set[int]) -> dict[str, tuple[int, Region]]:
+    def note_assigned(
+        self, casts: Container[tuple[int, str]], sources: set[int]
+    ) -> dict[str, tuple[int, Region]]:
         """Enter slots in which a loader put a tensor of its own (`load_state_dict(assign=True)`) as written whole.
 
         Args:

@@ -35,10 +35,15 @@ class FolderInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is n
 
 @dataclass
 class FolderUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not followed
-    """One bucket: tensors `names` of the checkpoint in `folder`, in that order."""
+    """One bucket: tensors `names` of the checkpoint in `folder`, in that order.
+
+    `dtype_names` and `shapes` are announced as vLLM's own engines do, and not used here.
+    """
 
     folder: str = ""
     names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
 
 
 class FolderTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpdateInfo]):  # type: ignore[misc]  # vLLM is not followed

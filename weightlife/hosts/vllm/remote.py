@@ -25,7 +25,7 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         HostError: an unknown question.
     """
     from weightlife import _api
-    from weightlife._engine import lifecycle
+    from weightlife._engine import export, lifecycle
 
     if question == "hello":
         rank = getattr(worker, "rank", 0)
@@ -40,6 +40,9 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         from weightlife.hosts.vllm import seams
 
         return seams.abort_update(worker, str((payload or {}).get("reason", "")))
+    if question == "manifest":
+        life = lifecycle.of(worker.model_runner.get_model())
+        return None if life is None or life.first is not None else export.manifest_of(life).to_dict()
     if question == "scrub":
         return scrub(worker)
     raise errors.HostError(f"unknown question {question!r}")

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import guard, lifecycle
+from weightlife._engine import announce, guard, lifecycle
 from weightlife._engine.lifecycle import Lifecycle
+from weightlife._engine.session import WeightLoadSession
 from weightlife.hosts import runtime
-from weightlife.hosts.vllm import remote
+from weightlife.hosts.vllm import remote, sources
 from weightlife.hosts.vllm.adapter import VllmHost
 
 Args = tuple[Any, ...]
@@ -193,7 +194,13 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
         )  # fmt: skip
     life.end_implicit()
     operation = "kernel_format" if kernel_format else "reload"
-    session = life.open("reload_weights", operation, True, life.settings.partial_disk, source)
+
+    def check(session: WeightLoadSession) -> None:
+        files = None if iterator is not None or kernel_format else sources.of(life.host, path)
+        if files is not None:
+            announce.check_source(session, files)
+
+    session = life.open("reload_weights", operation, True, life.settings.partial_disk, source, before=check)
     session.whole = True
     assert session.receiver is not None
     session.receiver.trusted = iterator is None
@@ -269,12 +276,16 @@ def _worker_lives(worker: Any) -> list[Lifecycle]:
 
 
 def update_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A failed chunk ends the update: A serves, and the next start is clean."""
+    """What a chunk announces is checked before it is received. A failed chunk ends the update: A serves."""
     try:
+        for life in _worker_lives(instance):
+            if life.session is not None and life.session.explicit:
+                sources.check_update(life.session, _argument(args, kwargs, 0, "update_info"), instance)
         return wrapped(*args, **kwargs)
     except BaseException as error:
         for life in _worker_lives(instance):
             life.abort(error)
+        _end_update(instance)
         raise
 
 

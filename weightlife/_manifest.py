@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest for users: what a complete load of a model brings and writes, as plain data. JSON in, JSON out.
+
+`weightlife.manifest(llm)` makes one of a model that was loaded. A trainer, a build step or a test can keep it, compare
+two, and hold a checkpoint against it without the model. An imported manifest is untrusted input: sizes, counts and
+numbers are bounded, nothing in it is a path that is opened. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from weightlife._declared import Known, as_headers, problems
+from weightlife.errors import CompletenessError, ConfigError, clean
+
+__all__ = [
+    "SCHEMA_VERSION", "LayerEntry", "LeftOut", "Manifest", "ManifestDiff", "StorageEntry", "TensorEntry", "Write",
+]  # fmt: skip
+
+SCHEMA_VERSION = 1
+KIND = "weightlife.manifest"
+
+# DeepSeek-V3 has 94,000 tensors and about 20 MB of manifest; a hundred times its count is no model.
+MAX_BYTES = 256 * 1024 * 1024
+MAX_ITEMS = 2_000_000
+MAX_WRITES = 65_536
+MAX_NAME = 4096
+MAX_DIMENSIONS = 32
+MAX_NUMBER = 1 << 62
+
+
+class Write(NamedTuple):
+    """Elements of one storage that a tensor wrote: `offset + sum(i_k * strides[k])` for each index within `shape`."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a complete load: dtype and shape at the sender, and where it went (nowhere: left out by design)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    writes: tuple[Write, ...] = ()
+
+
+@dataclass(frozen=True)
+class StorageEntry:
+    """One piece of memory: elements, their dtype, what is held on it (attribute paths), whose it is, dtypes it took."""
+
+    dtype: str
+    elements: int
+    tensors: tuple[str, ...]
+    layers: tuple[int, ...]
+    takes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One module with tensors: how it is reloaded (direct, rebuild, refuse), and why."""
+
+    path: str
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a complete load leaves alone by design.
+
+    `what` is "name" (a tensor of the checkpoint that nothing takes) or "tensor" (of the model, of which `elements` of
+    `of` elements are not loaded).
+    """
+
+    what: str
+    name: str
+    why: str
+    elements: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class ManifestDiff:
+    """How one manifest differs from another: names, and (name, before, after)."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    shapes: tuple[tuple[str, str, str], ...] = ()
+    dtypes: tuple[tuple[str, str, str], ...] = ()
+    moved: tuple[str, ...] = ()  # written to other elements
+    layers: tuple[tuple[str, str, str], ...] = ()  # path, strategy before, after
+
+    def __bool__(self) -> bool:
+        """Whether there is a difference."""
+        return any((self.added, self.removed, self.shapes, self.dtypes, self.moved, self.layers))
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        out = [f"only after: {clean(name)}" for name in self.added]
+        out += [f"only before: {clean(name)}" for name in self.removed]
+        for what, rows in (("shape", self.shapes), ("dtype", self.dtypes), ("strategy", self.layers)):
+            out += [f"{what} of {clean(name)}: {old}, now {new}" for name, old, new in rows]
+        out += [f"writes other elements: {clean(name)}" for name in self.moved]
+        return "\n".join(out)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete load brings, writes and leaves alone, as one rank saw it.
+
+    `provisional`: the first load was a dummy, so there is nothing to tell yet but layers and strategies.
+    """
+
+    model: str
+    tensors: Mapping[str, TensorEntry]
+    storages: tuple[StorageEntry, ...] = ()
+    layers: tuple[LayerEntry, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)  # held a second time -> first
+    provisional: bool = False
+    rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    def atomic_groups(self) -> list[frozenset[str]]:
+        """The smallest legal partial updates: sets of names that must be sent together, or not at all.
+
+        A layer whose weights are processed is covered whole, and with it every layer that shares a storage. A name
+        that is alone in its set may be sent alone. Names that write nothing are in none. Any union of sets is a legal
+        update with `partial_update="by_layer"`.
+        """
+        rebuilt = {i for i, layer in enumerate(self.layers) if layer.strategy == "rebuild"}
+        parent: dict[Any, Any] = {}
+
+        def root(item: Any) -> Any:
+            while parent.setdefault(item, item) != item:
+                parent[item] = parent[parent[item]]
+                item = parent[item]
+            return item
+
+        for name, entry in self.tensors.items():
+            for number in {write.storage for write in entry.writes}:
+                for layer in self.storages[number].layers:
+                    if layer in rebuilt:
+                        parent[root(name)] = root(layer)
+        groups: dict[Any, set[str]] = {}
+        for name, entry in self.tensors.items():
+            if entry.writes:
+                groups.setdefault(root(name), set()).add(name)
+        return [frozenset(group) for group in groups.values()]
+
+    def diff(self, other: Manifest) -> ManifestDiff:
+        """What is different in `other`, taken as the later one. Regions are compared by the names of what is there."""
+        mine, theirs = self.tensors, other.tensors
+        both = [name for name in mine if name in theirs]
+        before = {layer.path: layer.strategy for layer in self.layers}
+        after = {layer.path: layer.strategy for layer in other.layers}
+        strategies = [
+            (path, before.get(path, "absent"), after.get(path, "absent")) for path in {**before, **after}
+        ]
+        return ManifestDiff(
+            tuple(name for name in theirs if name not in mine),
+            tuple(name for name in mine if name not in theirs),
+            tuple(
+                (n, str(list(mine[n].shape)), str(list(theirs[n].shape)))
+                for n in both
+                if mine[n].shape != theirs[n].shape
+            ),
+            tuple((n, mine[n].dtype, theirs[n].dtype) for n in both if mine[n].dtype != theirs[n].dtype),
+            tuple(n for n in both if self._places(n) != other._places(n)),
+            tuple(row for row in strategies if row[1] != row[2]),
+        )
+
+    def _places(self, name: str) -> list[Any]:
+        return sorted((self.storages[w.storage].tensors[:1], w[1:]) for w in self.tensors[name].writes)
+
+    def known(self) -> dict[str, Known]:
+        """Names as `_declared.problems` takes them."""
+        return {
+            name: Known(
+                entry.dtype, entry.shape, entry.writes,
+                frozenset(d for w in entry.writes for d in self.storages[w.storage].takes),
+                frozenset(self.storages[w.storage].dtype for w in entry.writes),
+            )
+            for name, entry in self.tensors.items()
+        }  # fmt: skip
+
+    def check(
+        self, headers: Any, *, partial: str = "forbid", unexpected: str = "ignore"
+    ) -> list[CompletenessError]:
+        """Hold what a source says of itself against this manifest, before anything is sent.
+
+        Args:
+            headers: names -> (dtype, shape) or tensors (`source_checks.read(folder).headers`, a state dict), names
+                alone, or another manifest.
+            partial: forbid, by_layer or allow: what may be left out.
+            unexpected: refuse or ignore names that a complete load does not have.
+
+        Returns:
+            errors (not raised): shapes, dtypes that must not be cast, missing tensors. Empty: nothing speaks against
+            it. A source with names that are not known here may hold the same elements otherwise cut: then what is
+            missing is not judged.
+
+        Raises:
+            ConfigError: `headers` declares no tensors, or a policy is none.
+        """
+        if partial not in ("forbid", "by_layer", "allow") or unexpected not in ("refuse", "ignore"):
+            raise ConfigError(f"partial={clean(partial)!r}, unexpected={clean(unexpected)!r} is not legal")
+        if self.provisional:
+            return []
+        groups = self.atomic_groups() if partial == "by_layer" else []
+        found = problems(
+            as_headers(headers), self.known(), partial=partial, groups=groups, unexpected=unexpected, model=self.model
+        )  # fmt: skip
+        return [error for _, error in found]
+
+    def __str__(self) -> str:
+        strategies = [layer.strategy for layer in self.layers]
+        counts = ", ".join(f"{strategies.count(s)} {s}" for s in STRATEGIES if s in strategies)
+        taken = sum(bool(entry.writes) for entry in self.tensors.values())
+        lines = [
+            f"manifest of {clean(self.model)}, rank {self.rank} of {self.world_size}"
+            + (": provisional, the first load was a dummy" if self.provisional else ""),
+            f"  tensors      {len(self.tensors)}, of which {taken} are taken",
+            f"  layers       {len(self.layers)} ({counts})",
+        ]
+        lines += [
+            f"  not loaded   {clean(item.name)}"
+            + (f" ({item.elements} of {item.of} elements)" if item.what == "tensor" else "")
+            + f": {clean(item.why)}"
+            for item in self.left_out
+        ]
+        return "\n".join(lines)
+
+    # -- JSON --------------------------------------------------------------------------------------------------
+
+    def to_json(self, indent: int | None = None) -> str:
+        """As JSON text, which `from_json` reads."""
+        return json.dumps(self.to_dict(), indent=indent, separators=None if indent else (",", ":"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "schema_version": SCHEMA_VERSION, "kind": KIND, "model": self.model, "provisional": self.provisional,
+            "rank": self.rank, "world_size": self.world_size, "generation": self.generation,
+            "versions": dict(self.versions), "ties": dict(self.ties),
+            "layers": [[e.path, e.strategy, e.reason] for e in self.layers],
+            "storages": [
+                [e.dtype, e.elements, list(e.tensors), list(e.layers), list(e.takes)] for e in self.storages
+            ],
+            "tensors": [
+                [e.name, e.dtype, list(e.shape), [[w[0], w[1], list(w[2]), list(w[3])] for w in e.writes]]
+                for e in self.tensors.values()
+            ],
+            "left_out": [[e.what, e.name, e.why, e.elements, e.of] for e in self.left_out],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: it is no manifest, too large, inconsistent, or of a later schema.
+        """
+        if len(text) > MAX_BYTES:
+            raise ConfigError(f"a manifest of {len(text)} bytes; at most {MAX_BYTES} are read")
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            raise ConfigError("the manifest is nested too deeply") from None
+        except ValueError as error:
+            raise ConfigError(f"the manifest is no JSON ({type(error).__name__})") from None
+        return cls.from_dict(content)
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Manifest:
+        """Read what `to_dict` made. Keys that are not known are ignored: a later minor version may have added them.
+
+        Raises:
+            ConfigError: as `from_json`.
+        """
+        if not isinstance(content, dict) or content.get("kind") != KIND:
+            raise ConfigError("not a manifest of weightlife")
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise ConfigError(
+                f"schema version {clean(content.get('schema_version'))} of a manifest; {SCHEMA_VERSION} is read",
+                hint="read it with the version of weightlife that wrote it",
+            )
+        layers = _rows(content, "layers", lambda r: LayerEntry(_text(r[0]), _text(r[1]), _text(r[2])), 3)
+        storages = _rows(content, "storages", lambda r: _storage(r, len(layers)), 5)
+        tensors = _rows(content, "tensors", lambda r: _tensor(r, storages), 4)
+        left_out = _rows(
+            content, "left_out",
+            lambda r: LeftOut(_text(r[0]), _text(r[1]), _text(r[2]), _natural(r[3]), _natural(r[4])), 5,
+        )  # fmt: skip
+        if any(layer.strategy not in STRATEGIES for layer in layers):
+            raise ConfigError("a manifest with a strategy that there is not")
+        by_name = {entry.name: entry for entry in tensors}
+        if len(by_name) != len(tensors):
+            raise ConfigError("a manifest with two tensors of one name")
+        return cls(
+            _text(content.get("model")), by_name, storages, layers, left_out, _texts(content.get("ties", {})),
+            content.get("provisional") is True, _natural(content.get("rank", 0)),
+            _natural(content.get("world_size", 1)), _natural(content.get("generation", 0)),
+            _texts(content.get("versions", {})),
+        )  # fmt: skip
+
+
+STRATEGIES = ("direct", "rebuild", "refuse")
+
+
+def _rows(
+    content: Mapping[str, Any], key: str, make: Callable[[list[Any]], Any], width: int
+) -> tuple[Any, ...]:
+    rows = content.get(key)
+    if not isinstance(rows, list) or len(rows) > MAX_ITEMS:
+        raise ConfigError(f"a manifest whose {key} are no list of at most {MAX_ITEMS}")
+    if not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ConfigError(f"a manifest whose {key} are no lists of {width}")
+    return tuple(make(row) for row in rows)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise ConfigError(f"a manifest with {clean(repr(value)[:80])} in place of a text")
+    return value
+
+
+def _texts(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_ITEMS:
+        raise ConfigError("a manifest with no mapping of texts where one belongs")
+    return {_text(key): _text(item) for key, item in value.items()}
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NUMBER:
+        raise ConfigError(f"a manifest with {clean(repr(value)[:80])} in place of a natural number")
+    return value
+
+
+def _naturals(value: Any, limit: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ConfigError(f"a manifest with no list of at most {limit} numbers where one belongs")
+    return tuple(_natural(item) for item in value)
+
+
+def _names(value: Any, limit: int) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ConfigError(f"a manifest with no list of at most {limit} texts where one belongs")
+    return tuple(_text(item) for item in value)
+
+
+def _storage(row: list[Any], layers: int) -> StorageEntry:
+    owners = _naturals(row[3], MAX_ITEMS)
+    if any(owner >= layers for owner in owners):
+        raise ConfigError("a manifest with a storage of a layer that there is not")
+    return StorageEntry(
+        _text(row[0]), _natural(row[1]), _names(row[2], MAX_ITEMS), owners, _names(row[4], 64)
+    )
+
+
+def _tensor(row: list[Any], storages: tuple[StorageEntry, ...]) -> TensorEntry:
+    if not isinstance(row[3], list) or len(row[3]) > MAX_WRITES:
+        raise ConfigError(f"a manifest with a tensor of more than {MAX_WRITES} writes")
+    writes = tuple(_write(item, storages) for item in row[3])
+    return TensorEntry(_text(row[0]), _text(row[1]), _naturals(row[2], MAX_DIMENSIONS), writes)
+
+
+def _write(row: Any, storages: tuple[StorageEntry, ...]) -> Write:
+    if not isinstance(row, list) or len(row) != 4:
+        raise ConfigError("a manifest with a write that is no list of 4")
+    made = Write(
+        _natural(row[0]), _natural(row[1]), _naturals(row[2], MAX_DIMENSIONS), _naturals(row[3], MAX_DIMENSIONS)
+    )  # fmt: skip
+    if made.storage >= len(storages) or len(made.shape) != len(made.strides):
+        raise ConfigError("a manifest with a write to a storage that there is not")
+    reach = made.offset + sum((s - 1) * st for s, st in zip(made.shape, made.strides, strict=True))
+    if math.prod(made.shape) and reach >= storages[made.storage].elements:
+        raise ConfigError("a manifest with a write outside of its storage")
+    return made
