@@ -23,6 +23,7 @@ EXPECTED = {
     "command-line",
     "decisions",
     "field-reports",
+    "full-results",
     "not-covered",
     "reading-the-report",
     "settings",
