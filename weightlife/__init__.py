@@ -16,6 +16,7 @@ from weightlife._version import __version__
 
 if TYPE_CHECKING:
     from weightlife._api import install, last_report, last_reports, observe, status, uninstall
+    from weightlife._integrity import check_digests, digest, expect
     from weightlife._session import abort, session, watch, wrap_loader
 
 _LAZY = {
@@ -26,13 +27,17 @@ _LAZY = {
     "last_report": "weightlife._api",
     "last_reports": "weightlife._api",
     "abort": "weightlife._session",
+    "check_digests": "weightlife._integrity",
+    "digest": "weightlife._integrity",
+    "expect": "weightlife._integrity",
     "session": "weightlife._session",
     "watch": "weightlife._session",
     "wrap_loader": "weightlife._session",
 }
 
 __all__ = [
-    "__version__", "abort", "errors", "install", "last_report", "last_reports", "observe", "session", "status", "uninstall", "watch",
+    "__version__", "abort", "check_digests", "digest", "errors", "expect", "install", "last_report", "last_reports",
+    "observe", "session", "status", "uninstall", "watch",
     "wrap_loader",
 ]  # fmt: skip
 

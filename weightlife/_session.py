@@ -148,8 +148,16 @@ def _mode(life: Lifecycle) -> str:
 class SessionHandle:
     """An explicit session on one model: `prepare` (or `with`), chunks by the model's loader, `finish` or `abort`."""
 
-    def __init__(self, life: Lifecycle, opened_by: str, partial: str | None, source: str) -> None:
+    def __init__(
+        self,
+        life: Lifecycle,
+        opened_by: str,
+        partial: str | None,
+        source: str,
+        expected: dict[str, Any] | None = None,
+    ) -> None:
         self._life = life
+        self._expected = expected
         self._opened_by = opened_by
         self._partial = partial or life.settings.partial_update
         self._source = source
@@ -175,7 +183,9 @@ class SessionHandle:
         with self._life.owned(self._opened_by):
             self._life.refuse_from_source(self._opened_by)
             self._life.end_implicit()
-            self._session = self._life.open(self._opened_by, "update", True, self._partial, self._source)
+            self._session = self._life.open(
+                self._opened_by, "update", True, self._partial, self._source, self._expected
+            )
         return self
 
     def finish(self) -> None:
@@ -227,7 +237,12 @@ class SessionHandle:
 
 
 def session(
-    target: Any, *, partial: str | None = None, source: str = "", opened_by: str = "weightlife.session"
+    target: Any,
+    *,
+    partial: str | None = None,
+    source: str = "",
+    opened_by: str = "weightlife.session",
+    expected: dict[str, Any] | None = None,
 ) -> SessionHandle:
     """An explicit session on a model that is loaded: ``with weightlife.session(model): load(model, chunk) ...``.
 
@@ -236,9 +251,11 @@ def session(
         partial: forbid (a complete load, or nothing), by_layer (the default), allow.
         source: where the weights come from, for the report.
         opened_by: who opens it, for the report and for conflicts.
+        expected: the sender's table (`weightlife.digests.digest_table`): nothing is committed unless all that it
+            names arrives, nothing else does, and every byte is what the sender had (`DigestMismatchError`).
 
     Raises:
-        NotInstalledError: the model was built without weightlife.
+        NotInstalledError: the model was built without weightlife. ConfigError: `expected` is no table.
     """
     from weightlife._engine import lifecycle
     from weightlife._models import find_model
@@ -248,7 +265,11 @@ def session(
         raise errors.NotInstalledError("this model was not built under weightlife")
     if partial is not None:
         Settings().replace(partial_update=partial)  # validates
-    return SessionHandle(life, opened_by, partial, source)
+    if expected is not None:
+        from weightlife.digests import check_table
+
+        expected = check_table(expected)
+    return SessionHandle(life, opened_by, partial, source, expected)
 
 
 def abort(target: Any, reason: str = "") -> bool:

@@ -21,6 +21,7 @@ PAGES = [
 EXPECTED = {
     "architecture",
     "decisions",
+    "digests",
     "field-reports",
     "not-covered",
     "reading-the-report",

@@ -37,6 +37,7 @@ GOLDEN = {
     "WL207": "BypassError",
     "WL208": "EmptyUpdateError",
     "WL209": "NonFiniteError",
+    "WL210": "DigestMismatchError",
     "WL300": "StorageError",
     "WL301": "StorageMovedError",
     "WL302": "RefusedLayerError",

@@ -95,6 +95,8 @@ class Intake:
             self._remember_partner(text, entry, tensor)  # there is no later moment
         if self.session.streamer is not None:
             self.session.streamer.begin(text)
+        if self.session.announced is not None:
+            self.session.announced.arrived(text, tensor)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
             self._check_finite(text, tensor)
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, ranks, registry, slots, streaming
+from weightlife._engine import contract, ranks, registry, runtime, slots, streaming
+from weightlife._engine.announced import Announced
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
@@ -84,6 +85,8 @@ class Lifecycle(Teller):
         self.contract: dict[tuple[int, slots.Key], Any] = {}
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self.turn = Turn()
+        self.expected: dict[str, Any] | None = None  # a sender's table, until an update has met it
+        self.digests = runtime.Digests(self)
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self._units: tuple[Manifest, list[Unit]] | None = None
@@ -167,9 +170,15 @@ class Lifecycle(Teller):
     # -- opening and ending ------------------------------------------------------------------------------------
 
     def open(
-        self, opened_by: str, operation: str, explicit: bool, partial: str, source: str = ""
+        self,
+        opened_by: str,
+        operation: str,
+        explicit: bool,
+        partial: str,
+        source: str = "",
+        expected: dict[str, Any] | None = None,
     ) -> WeightLoadSession:
-        """Prepare a session.
+        """Prepare a session. `expected` is a sender's table for it alone.
 
         Raises:
             SessionConflictError: one is open. SessionStateError: the model has not had its first load.
@@ -191,6 +200,8 @@ class Lifecycle(Teller):
         elif not explicit and self.must_complete:
             partial = "forbid"
         session = WeightLoadSession(self, opened_by, operation, explicit, partial, source)
+        table = self.expected if expected is None else expected
+        session.announced = None if table is None else Announced(table)
         self.failed = None
         self.unsafe = False
         self.session = session
@@ -336,6 +347,7 @@ class Lifecycle(Teller):
         """The weights are gone (a level-2 sleep). An open update is dropped."""
         self.abort(errors.SessionFailedError(reason, model=self.name))
         self.poison(reason)
+        self.digests.forget(reason)
 
     # -- somebody else at work on the model --------------------------------------------------------------------
 
@@ -376,6 +388,7 @@ class Lifecycle(Teller):
         self.first = None
         self.status = "ready"
         self.seal()
+        self.digests.keep(report)
         report.generation = self.generation
         self.reports.append(report)
         self.say(report)
@@ -387,6 +400,8 @@ class Lifecycle(Teller):
             self.poisoned = ""
             OpenSessions.count -= 1
         self.seal()
+        if session.announced is not None and session.announced.table is self.expected:
+            self.expected = None
         self.must_complete = False
         if session.kernel_format or session.stage is None:
             return

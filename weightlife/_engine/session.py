@@ -34,6 +34,7 @@ from weightlife._engine.streaming import Streamer
 from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 
 if TYPE_CHECKING:
+    from weightlife._engine.announced import Announced
     from weightlife._engine.lifecycle import Lifecycle
 
 
@@ -79,6 +80,7 @@ class WeightLoadSession:
         self.settings = life.settings
         self.waited_batches = 0
         self.warned = False
+        self.announced: Announced | None = None  # a sender's table of digests
         self.intake = Intake(self)
         self.stage: Stage | None = None
         self.receiver: Receiver | None = None
@@ -186,6 +188,7 @@ class WeightLoadSession:
             and self.settings.processing == "as_complete"
             and self.settings.surplus == "strict"
             and not self.life.manifest.provisional
+            and self.announced is None  # whether it is what the sender had is known at the end
         )
 
     @contextmanager
@@ -308,6 +311,10 @@ class WeightLoadSession:
         self.phase("validate")
         self.stage.show_b()
         self.note_replaced()
+        if self.announced is not None:
+            different = self.announced.problem(self)
+            if different is not None:
+                self.problem(different, "strict")
         touched = self.touched()
         completeness.check(self, touched)
         early: set[int] = set()
@@ -360,6 +367,9 @@ class WeightLoadSession:
         Raises:
             HalfTouchedLayerError, MissingTensorError: they are not.
         """
+        lacking = None if self.announced is None else self.announced.missing(self)
+        if lacking is not None:
+            raise lacking
         if not self.life.manifest.provisional:
             error = completeness.missing(self, self.touched())
             if error is not None:
@@ -384,7 +394,7 @@ class WeightLoadSession:
         assert stage is not None
         life.committing = True
         if self.report.storage == "pinned":
-            storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+            storage.commit_pinned(stage, settlement, self.operators, storage.copier(self))
         # What native code of layers that were not made again still points to stays, too.
         kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
         life.keep_alive = kept + self.kept_alive + settlement.keep_alive
@@ -392,6 +402,10 @@ class WeightLoadSession:
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
+        if self.settings.digests == "commit":
+            self.phase("digest")
+            life.digests.keep(self.report)
+            self.phase(None)
         self._close("committed", touched)
 
     def abort(self, error: BaseException | None = None, outcome: str = "aborted") -> None:

@@ -213,7 +213,7 @@ class Streamer:
                 life.unsafe = True  # no way back from here: a failure poisons
                 break
             stage.keep_undo(memory)
-        storage.commit_pinned(stage, settlement, session.operators, storage.copy_pairs, layer)
+        storage.commit_pinned(stage, settlement, session.operators, storage.copier(session), layer)
         session.kept_alive += settlement.keep_alive
         for move in settlement.moves:
             track = stage.index.get(int(move.a.untyped_storage()._cdata))

@@ -42,7 +42,20 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return seams.abort_update(worker, str((payload or {}).get("reason", "")))
     if question == "scrub":
         return scrub(worker)
+    if question in ("digest", "check_digests", "expect"):
+        return _integrity(worker, question, payload or {})
     raise errors.HostError(f"unknown question {question!r}")
+
+
+def _integrity(worker: Any, question: str, payload: dict[str, Any]) -> Any:
+    from weightlife import _integrity as local
+
+    model = worker.model_runner.get_model()
+    if question == "digest":
+        return local.local_digest(model)
+    if question == "expect":
+        return local.local_expect(model, payload["table"])
+    return [difference.to_dict() for difference in local.local_check(model)]
 
 
 def scrub(worker: Any) -> bool:
