@@ -59,11 +59,15 @@ test-fast: setup ## unit tests, and four families on the real engine (under 3 mi
 		-k "qwen2tied-a or mixtral-a or w8a8dyn-a or awq-a" $(PYTEST_ARGS)
 
 .PHONY: test
-test: test-host test-plain ## everything but `full` (under 30 minutes on two cores)
+test: test-host test-kernels test-plain ## everything but `full` (under 30 minutes on two cores)
 
 .PHONY: test-host
 test-host: setup ## the part of `make test` with vLLM
 	$(PYTEST) -m "not full and not gpu and not plain and not browser" $(PYTEST_ARGS)
+
+.PHONY: test-kernels
+test-kernels: setup ## Triton's kernels, interpreted on the CPU and compiled for sm_90 (a minute, no GPU)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PYTEST_ARGS)
 
 .PHONY: test-plain
 test-plain: setup-plain ## the part of `make test` without vLLM

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Makes one of the project's virtual environments, or finds it up to date and does nothing.
 #
-#   scripts/make_venv.sh host     .venv         the package, all tools, vLLM for CPUs
+#   scripts/make_venv.sh host     .venv         the package, all tools, Triton, vLLM for CPUs
 #   scripts/make_venv.sh plain    .venv-plain   the package and pytest; no vLLM
 #   scripts/make_venv.sh floor    .venv-floor   as plain, with the oldest dependencies that we admit
 #
@@ -16,7 +16,7 @@ readonly FLOORS="scripts/floor-constraints.txt"
 
 kind="${1:-}"
 case "$kind" in
-  host) venv=.venv; extras="host-cpu,dev,otel,cli" ;;
+  host) venv=.venv; extras="host-cpu,dev,otel,cli,triton" ;;
   plain) venv=.venv-plain; extras="test" ;;
   floor) venv=.venv-floor; extras="test" ;;
   *) echo "usage: $0 host|plain|floor" >&2; exit 2 ;;

@@ -575,6 +575,9 @@ class ToyHost:
     def skip(self, obj: Any) -> bool:
         return isinstance(obj, Foreign)
 
+    def transient(self, path: str) -> bool:
+        return "cache" in path
+
     def layer_hook(self, layer: nn.Module) -> str | None:
         hook = getattr(layer, "process", None)
         return (

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         status,
         uninstall,
     )
+    from weightlife._integrity import check_digests, digest, expect
     from weightlife._manifest import Manifest
     from weightlife._session import abort, session, watch, wrap_loader
 
@@ -41,14 +42,18 @@ _LAZY = {
     "manifest": "weightlife._api",
     "manifests": "weightlife._api",
     "Manifest": "weightlife._manifest",
+    "check_digests": "weightlife._integrity",
+    "digest": "weightlife._integrity",
+    "expect": "weightlife._integrity",
     "session": "weightlife._session",
     "watch": "weightlife._session",
     "wrap_loader": "weightlife._session",
 }
 
 __all__ = [
-    "Manifest", "__version__", "abort", "configure_otel", "errors", "install", "last_report", "last_reports", "manifest",
-    "manifests", "observe", "session", "status", "uninstall", "watch", "wrap_loader",
+    "Manifest", "__version__", "abort", "check_digests", "configure_otel", "digest", "errors", "expect", "install",
+    "last_report", "last_reports", "manifest", "manifests", "observe", "session", "status", "uninstall", "watch",
+    "wrap_loader",
 ]  # fmt: skip
 
 

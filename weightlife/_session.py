@@ -177,6 +177,7 @@ class SessionHandle:
         self._expected = expected
         self._settings = settings
         self._life = life
+        self._expected = expected
         self._opened_by = opened_by
         self._partial = partial or life.settings.partial_update
         self._source = source
@@ -202,7 +203,11 @@ class SessionHandle:
         """
         from weightlife._engine import announce
 
-        before = None if self._expected is None else lambda opened: announce.expect(opened, self._expected)
+        expected, table, before = self._expected, None, None
+        if _is_table(expected):
+            table, expected = expected, None
+        if expected is not None:
+            before = lambda opened: announce.expect(opened, expected)  # noqa: E731
         with self._life.owned(self._opened_by):
             self._life.refuse_from_source(self._opened_by)
             self._life.end_implicit()
@@ -214,6 +219,7 @@ class SessionHandle:
                 self._source,
                 settings=self._settings,
                 before=before,
+                expected=table,
             )
         return self
 
@@ -269,6 +275,11 @@ PER_SESSION = ("unexpected", "surplus", "shapes", "casts", "empty", "nonfinite",
 """Settings that a session may override."""
 
 
+def _is_table(expected: Any) -> bool:
+    """Whether what a session is to expect is a table of digests, and no mapping of names."""
+    return isinstance(expected, dict) and {"schema_version", "algorithm"} <= expected.keys()
+
+
 def session(
     target: Any,
     *,
@@ -285,13 +296,16 @@ def session(
         partial: forbid (a complete load, or nothing), by_layer (the default), allow.
         expected: everything that will come: names -> (dtype, shape) or tensors, names alone, or a manifest. It is
             checked before anything is touched (complete by `partial`, shapes, dtypes), each tensor is checked when it
-            comes, and all of it must have come at the end.
+            comes, and all of it must have come at the end. Or the sender's table of digests
+            (`weightlife.digests.digest_table`): nothing is committed unless all that it names arrives, nothing else
+            does, and every byte is what the sender had (`DigestMismatchError`).
         source: where the weights come from, for the report.
         opened_by: who opens it, for the report and for conflicts.
         settings: for this session, any of unexpected, surplus, shapes, casts, empty, nonfinite, announced.
 
     Raises:
-        NotInstalledError: the model was built without weightlife. ConfigError: a setting that a session can't have.
+        NotInstalledError: the model was built without weightlife. ConfigError: a setting that a session can't have,
+            or a table of digests that this version can't read.
     """
     from weightlife._engine import lifecycle
     from weightlife._models import find_model
@@ -307,6 +321,10 @@ def session(
             f"a session has no setting {errors.clean(strange[0])!r}",
             hint=f"those of a session are {', '.join(PER_SESSION)}; the others are given to install()",
         )
+    if _is_table(expected):
+        from weightlife.digests import check_table
+
+        expected = check_table(expected)
     chosen = life.settings.replace(**settings) if settings else None
     return SessionHandle(life, opened_by, partial, source, expected, chosen)
 

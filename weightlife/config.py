@@ -32,6 +32,8 @@ Unexpected = Literal["refuse", "ignore"]
 Check = Literal["strict", "warn", "off"]
 Processing = Literal["as_complete", "at_finish"]
 Layers = Literal["off", "slow", "all"]
+CopyBackend = Literal["auto", "triton", "foreach", "copy"]
+Digests = Literal["off", "commit"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _SIZE = re.compile(r"(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
@@ -157,6 +159,22 @@ class Settings:
             Processing,
             "In place and pinned: 'as_complete' processes and commits a layer as soon as all of its tensors have "
             "come, so that raw weights need not wait in memory; 'at_finish' processes all layers together.",
+        ),
+    )
+    copy_backend: CopyBackend = field(
+        default="auto",
+        metadata=_choice(
+            CopyBackend,
+            "How 'pinned' copies at commit: 'triton' (one launch, on a GPU), 'foreach' or 'copy'; 'auto' takes the "
+            "first that works there. All give the same bytes.",
+        ),
+    )
+    digests: Digests = field(
+        default="off",
+        metadata=_choice(
+            Digests,
+            "'commit' keeps a digest of all runtime storage after the first load and each commit, which "
+            "weightlife.check_digests compares with what is there later.",
         ),
     )
     undo_budget_bytes: int | None = field(

@@ -25,6 +25,7 @@
     |   +-- BypassError          WL207
     |   +-- EmptyUpdateError     WL208
     |   +-- NonFiniteError       WL209
+    |   +-- DigestMismatchError  WL210
     |   +-- SourceError          WL220
     |       +-- TruncatedSourceError WL221
     |       +-- SourceIndexError WL222
@@ -74,6 +75,7 @@ __all__ = [
     "BypassError",
     "CompletenessError",
     "ConfigError",
+    "DigestMismatchError",
     "DoubleProcessingError",
     "DtypeMismatchError",
     "EarlyProcessingError",
@@ -330,6 +332,13 @@ class NonFiniteError(CompletenessError):
 
     code = "WL209"
     default_hint = "check the trainer's step before sending, or set nonfinite='off'"
+
+
+class DigestMismatchError(CompletenessError):
+    """A received tensor is not, byte for byte, what the sender had."""
+
+    code = "WL210"
+    default_hint = "look at the transport between sender and receiver, then send again"
 
 
 class SourceError(CompletenessError):

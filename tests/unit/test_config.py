@@ -41,6 +41,8 @@ def test_defaults() -> None:
         "nonfinite": "off",
         "contract": "strict",
         "processing": "as_complete",
+        "copy_backend": "auto",
+        "digests": "off",
         "undo_budget_bytes": None,
         "implicit_patience": 64,
         "handshake": "warn",

@@ -22,6 +22,7 @@ EXPECTED = {
     "architecture",
     "command-line",
     "decisions",
+    "digests",
     "field-reports",
     "full-results",
     "not-covered",

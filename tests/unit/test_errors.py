@@ -37,6 +37,7 @@ GOLDEN = {
     "WL207": "BypassError",
     "WL208": "EmptyUpdateError",
     "WL209": "NonFiniteError",
+    "WL210": "DigestMismatchError",
     "WL220": "SourceError",
     "WL221": "TruncatedSourceError",
     "WL222": "SourceIndexError",

@@ -88,6 +88,19 @@ class TestCheap:
         }
         assert roots == set()
 
+    def test_a_senders_side_loads_neither_host_nor_engine_nor_compiler(self) -> None:
+        loaded = child("import sys, json, weightlife.digests\nprint(json.dumps(sorted(sys.modules)))")
+        foreign = (
+            "vllm",
+            "triton",
+            "numba",
+            "transformers",
+            "opentelemetry",
+            "weightlife._engine",
+            "weightlife.hosts",
+        )
+        assert [name for name in loaded if name in foreign] == []
+
     def test_the_bare_import_loads_a_handful_of_its_own_modules(self) -> None:
         loaded = child("import sys, json, weightlife\nprint(json.dumps(sorted(sys.modules)))")
         assert [name for name in loaded if name.startswith("weightlife")] == [
@@ -159,7 +172,7 @@ class TestArrows:
     @pytest.mark.parametrize("path", sources("_engine"), ids=lambda path: path.name)
     def test_the_engine_knows_neither_the_host_nor_who_listens(self, path: Path) -> None:
         allowed = ("weightlife._engine", "weightlife.hosts.protocol", "weightlife.report", "weightlife.errors",
-                   "weightlife.config", "weightlife.kernels", *PURE)  # fmt: skip
+                   "weightlife.config", "weightlife.digests", "weightlife.kernels", *PURE)  # fmt: skip
         for name in imports(path):
             assert name.partition(".")[0] not in (
                 "vllm",
@@ -195,15 +208,22 @@ class TestArrows:
         assert not found & upper
 
     @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.name)
-    def test_kernels_import_torch_and_triton_only(self, path: Path) -> None:
+    def test_kernels_import_torch_and_compilers_only(self, path: Path) -> None:
         foreign = {
             root
             for root in (name.partition(".")[0] for name in imports(path))
-            if root not in sys.stdlib_module_names and root not in ("torch", "triton", "numpy")
+            if root not in sys.stdlib_module_names and root not in ("torch", "triton", "numba", "numpy")
         }
         own = {name for name in imports(path) if name.startswith("weightlife")}
         assert foreign <= {"weightlife"}
         assert {name for name in own if not name.startswith("weightlife.kernels")} == set()
+
+    def test_what_the_engine_imports_loads_no_compiler(self) -> None:
+        code = "import sys, json, weightlife._engine.lifecycle\n"
+        loaded = child(
+            code + "print(json.dumps([n for n in ('triton', 'numba', 'llvmlite') if n in sys.modules]))"
+        )
+        assert loaded == []
 
     @pytest.mark.parametrize("path", sorted((ROOT / "otel").rglob("*.py")), ids=lambda path: path.name)
     def test_otel_listens_and_reaches_neither_host_nor_torch(self, path: Path) -> None:

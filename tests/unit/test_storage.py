@@ -29,7 +29,6 @@ from tests.toyhost import (
     unchanged,
 )
 from weightlife import errors
-from weightlife._engine.storage import copy_pairs
 from weightlife.testing._walk import digests
 
 EVERYTHING = (*sorted(KINDS), ("packed", "tied", ("scaled", "tied")))
@@ -443,14 +442,17 @@ class TestBoth:
 
 
 class TestCopy:
-    def test_reference_backend(self) -> None:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (torch.zeros(2, 3).t(), torch.arange(6.0).view(3, 2)),
-            (torch.zeros(0), torch.zeros(0)),
-            (torch.zeros(2, dtype=torch.int8), torch.ones(2, dtype=torch.int8)),
-        ]
-        copy_pairs(pairs)
-        assert all(torch.equal(a, b) for a, b in pairs)
+    @pytest.mark.parametrize("backend", ["auto", "foreach", "copy"])
+    def test_every_backend_commits_the_same(self, backend: str) -> None:
+        served = Served(EVERYTHING, storage="pinned", copy_backend=backend)
+        served.update(served.checkpoint(1))
+        equal_to_cold(served)
+
+    def test_one_that_does_not_work_here_is_refused_before_anything_is_touched(self) -> None:
+        served = Served(("packed",), copy_backend="triton")
+        with unchanged(served.model), pytest.raises(errors.ConfigError, match="Triton"):
+            served.update(served.checkpoint(1))
+        assert served.life.reports[-1].outcome == "refused"
 
 
 @pytest.fixture(autouse=True)

@@ -86,6 +86,7 @@ def observe(
         raise
     finally:
         life.observing = False
+        life.digests.forget("the host's own path loaded weights since")
         report.seconds = time.perf_counter() - started
         moved = None if why else life.contract_changed()
         if moved is not None:

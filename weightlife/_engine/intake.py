@@ -103,6 +103,8 @@ class Intake:
             announce.arrived(self.session, text, dtype, shape)
         if self.session.streamer is not None:
             self.session.streamer.begin(text)
+        if self.session.sent is not None:
+            self.session.sent.arrived(text, tensor)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
             self._check_finite(text, tensor)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, ranks, registry, slots, streaming
+from weightlife._engine import contract, ranks, registry, runtime, slots, streaming
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
@@ -27,6 +27,7 @@ from weightlife._engine.registry import (
     release,
     released,
 )
+from weightlife._engine.sent import Sent
 from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton
 from weightlife._engine.streaming import Unit
@@ -85,6 +86,8 @@ class Lifecycle(Teller):
         self.contract: dict[tuple[int, slots.Key], Any] = {}
         self.keep_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self.turn = Turn()
+        self.expected: dict[str, Any] | None = None  # a sender's table, until an update has met it
+        self.digests = runtime.Digests(self)
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self._units: tuple[Manifest, list[Unit]] | None = None
@@ -177,6 +180,7 @@ class Lifecycle(Teller):
         *,
         settings: Settings | None = None,
         before: Callable[[WeightLoadSession], None] | None = None,
+        expected: dict[str, Any] | None = None,
     ) -> WeightLoadSession:
         """Prepare a session.
 
@@ -188,6 +192,7 @@ class Lifecycle(Teller):
             source: see there.
             settings: see there.
             before: a check that runs before anything is touched, and raises what it finds.
+            expected: the table of digests of a sender, for this session alone.
 
         Raises:
             SessionConflictError: one is open. SessionStateError: the model has not had its first load.
@@ -209,6 +214,8 @@ class Lifecycle(Teller):
         elif not explicit and self.must_complete:
             partial = "forbid"
         session = WeightLoadSession(self, opened_by, operation, explicit, partial, source, settings)
+        table = self.expected if expected is None else expected
+        session.sent = None if table is None else Sent(table)
         self.failed = None
         self.unsafe = False
         self.session = session
@@ -354,6 +361,7 @@ class Lifecycle(Teller):
         """The weights are gone (a level-2 sleep). An open update is dropped."""
         self.abort(errors.SessionFailedError(reason, model=self.name))
         self.poison(reason)
+        self.digests.forget(reason)
 
     # -- somebody else at work on the model --------------------------------------------------------------------
 
@@ -400,6 +408,7 @@ class Lifecycle(Teller):
         self.first = None
         self.status = "ready"
         self.seal()
+        self.digests.keep(report)
         report.generation = self.generation
         self.reports.append(report)
         self.say(report)
@@ -411,6 +420,8 @@ class Lifecycle(Teller):
             self.poisoned = ""
             OpenSessions.count -= 1
         self.seal()
+        if session.sent is not None and session.sent.table is self.expected:
+            self.expected = None
         self.must_complete = False
         if session.kernel_format or session.stage is None:
             return

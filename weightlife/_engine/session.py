@@ -36,6 +36,7 @@ from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
 if TYPE_CHECKING:
     from weightlife._declared import Header
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.sent import Sent
     from weightlife.config import Settings
 
 
@@ -84,6 +85,7 @@ class WeightLoadSession:
         self.announced: dict[str, Header] | None = None  # all that may arrive, where the sender said so
         self.waited_batches = 0
         self.warned = False
+        self.sent: Sent | None = None  # a sender's table of digests
         self.intake = Intake(self)
         self.stage: Stage | None = None
         self.receiver: Receiver | None = None
@@ -208,6 +210,7 @@ class WeightLoadSession:
             and self.settings.processing == "as_complete"
             and self.settings.surplus == "strict"
             and not self.life.manifest.provisional
+            and self.sent is None  # whether it is what the sender had is known at the end
         )
 
     @contextmanager
@@ -335,6 +338,10 @@ class WeightLoadSession:
         self.phase("validate")
         self.stage.show_b()
         self.note_replaced()
+        if self.sent is not None:
+            different = self.sent.problem(self)
+            if different is not None:
+                self.problem(different, "strict")
         touched = self.touched()
         completeness.check(self, touched)
         early: set[int] = set()
@@ -387,6 +394,9 @@ class WeightLoadSession:
         Raises:
             HalfTouchedLayerError, MissingTensorError: they are not.
         """
+        lacking = None if self.sent is None else self.sent.missing(self)
+        if lacking is not None:
+            raise lacking
         if not self.life.manifest.provisional:
             error = completeness.missing(self, self.touched())
             if error is not None:
@@ -417,7 +427,7 @@ class WeightLoadSession:
         assert stage is not None
         life.committing = True
         if self.report.storage == "pinned":
-            size = storage.commit_pinned(stage, settlement, self.operators, storage.copy_pairs)
+            size = storage.commit_pinned(stage, settlement, self.operators, storage.copier(self))
             self.copied(len(settlement.moves), size)
         # What native code of layers that were not made again still points to stays, too.
         kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
@@ -426,6 +436,10 @@ class WeightLoadSession:
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
+        if self.settings.digests == "commit":
+            self.phase("digest")
+            life.digests.keep(self.report)
+            self.phase(None)
         self._close("committed", touched)
 
     def abort(self, error: BaseException | None = None, outcome: str = "aborted") -> None:

@@ -25,6 +25,7 @@ from weightlife._engine.operators import CustomOperators
 from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import is_uninitialized, storage_key, view_on
 from weightlife._engine.stage import Stage
+from weightlife.kernels import backends
 
 if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
@@ -275,7 +276,7 @@ def commit_pinned(
     stage: Stage,
     settlement: Settlement,
     operators: CustomOperators | None,
-    copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None],
+    copy: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], object],
     part: torch.nn.Module | None = None,
 ) -> int:
     """Copy B's values into A's memory and make everything in B look there. Returns the bytes copied.
@@ -321,17 +322,17 @@ def commit_pinned(
     return sum(a.numel() * a.element_size() for a, _ in pairs)
 
 
-def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Plain copies, one by one: the reference backend. Shapes and dtypes are equal by construction."""
-    for destination, source in pairs:
-        destination.copy_(source)
+def copier(session: WeightLoadSession) -> Callable[[list[tuple[torch.Tensor, torch.Tensor]]], object]:
+    """How a session copies: by the backend that its settings say."""
+    return functools.partial(backends.copy_pairs, backend=session.settings.copy_backend)
 
 
 def choose(session: WeightLoadSession) -> None:
     """Which way a session commits, and why, for its report.
 
     Raises:
-        NotAdoptableError: `adopted` was asked for, and something may hold an address.
+        NotAdoptableError: `adopted` was asked for, and something may hold an address. ConfigError: the backend for
+            copies that was asked for does not work here.
     """
     wanted = session.settings.storage
     why = session.life.host.adoptable() if wanted == "adopted" else None
@@ -339,6 +340,14 @@ def choose(session: WeightLoadSession) -> None:
         raise errors.NotAdoptableError(why, model=session.life.name, session=session.id)
     session.report.storage = "adopted" if wanted == "adopted" else "pinned"
     session.report.storage_why = "the setting" if wanted != "auto" else "the default: addresses stay valid"
+    device = next((parameter.device for parameter in session.life.model.parameters()), torch.device("cpu"))
+    try:
+        backends.chosen(session.settings.copy_backend, device)
+    except ValueError as error:
+        hint = "set copy_backend='auto'"
+        raise errors.ConfigError(
+            str(error), model=session.life.name, session=session.id, hint=hint
+        ) from error
 
 
 def check(session: WeightLoadSession, settlement: Settlement) -> None:

@@ -210,7 +210,7 @@ class Streamer:
                 life.unsafe = True  # no way back from here: a failure poisons
                 break
             stage.keep_undo(memory)
-        size = storage.commit_pinned(stage, settlement, session.operators, storage.copy_pairs, layer)
+        size = storage.commit_pinned(stage, settlement, session.operators, storage.copier(session), layer)
         session.copied(len(settlement.moves), size)
         session.kept_alive += settlement.keep_alive
         for move in settlement.moves:

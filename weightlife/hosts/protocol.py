@@ -21,6 +21,9 @@ class Host(Protocol):
     def skip(self, obj: Any) -> bool:
         """Whether an object reached from the model is process-wide (configuration, groups) and not entered."""
 
+    def transient(self, path: str) -> bool:
+        """Whether an attribute path leads to what requests leave behind (caches of keys and values), not to weights."""
+
     def layer_hook(self, layer: torch.nn.Module) -> str | None:
         """Name of the layer's own processing (for reports), or None where it has none."""
 

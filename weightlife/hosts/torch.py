@@ -48,6 +48,10 @@ class TorchHost:
         """Nothing is process-wide here."""
         return False
 
+    def transient(self, path: str) -> bool:
+        """Nothing that the engine could know of."""
+        return False
+
     def layer_hook(self, layer: torch.nn.Module) -> str | None:
         """The class of a layer with a hook that is neither deferred nor the root."""
         if layer is self._model() or self._hook(layer) is None or self._deferred(layer):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -58,6 +59,10 @@ class VllmHost:
     def skip(self, obj: Any) -> bool:
         """Configuration, groups, compiled code: not a layer's own state."""
         return (type(obj).__module__ or "").startswith(FOREIGN_MODULES)
+
+    def transient(self, path: str) -> bool:
+        """Caches of keys, values and states, which every layer that has one keeps under one name."""
+        return "kv_cache" in re.split(r"[.\[\]]", path)
 
     # -- hooks -------------------------------------------------------------------------------------------------
 

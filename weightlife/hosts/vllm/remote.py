@@ -45,6 +45,8 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return None if life is None or life.first is not None else export.manifest_of(life).to_dict()
     if question == "scrub":
         return scrub(worker)
+    if question in ("digest", "check_digests", "expect"):
+        return _integrity(worker, question, payload or {})
     raise errors.HostError(f"unknown question {question!r}")
 
 
@@ -64,6 +66,17 @@ def method_of(method: Any, args: Any) -> Any:
     if method == METHOD and args and args[0] == "call":
         return args[1]["method"]
     return method
+
+
+def _integrity(worker: Any, question: str, payload: dict[str, Any]) -> Any:
+    from weightlife import _integrity as local
+
+    model = worker.model_runner.get_model()
+    if question == "digest":
+        return local.local_digest(model)
+    if question == "expect":
+        return local.local_expect(model, payload["table"])
+    return [difference.to_dict() for difference in local.local_check(model)]
 
 
 def scrub(worker: Any) -> bool:
