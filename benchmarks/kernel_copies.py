@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure copying and digesting many tensors: on a GPU against one big copy, on a CPU against a memory copy.
 
-    python benchmarks/kernels.py              on a GPU if there is one, else says so and ends with status 0
-    python benchmarks/kernels.py --cpu        digest and copies on the CPU
-    python benchmarks/kernels.py --only scales --json
+    python benchmarks/kernel_copies.py              on a GPU if there is one, else says so and ends with status 0
+    python benchmarks/kernel_copies.py --cpu        digest and copies on the CPU
+    python benchmarks/kernel_copies.py --only scales --json
 
 GB/s are bytes of payload (10**9) a second: a copy moves each byte twice through the memory. Every figure is a median;
 in brackets, the share of the same run's big copy. Results are checked before they are timed.
