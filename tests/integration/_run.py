@@ -16,6 +16,7 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -136,6 +137,10 @@ def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any]
     from weightlife.testing import oracle
 
     started = time.monotonic()
+    # A library of the host's prints a trace on SIGSEGV, and waits for ever for the heap's lock where that was held. A
+    # process that crashes is to end.
+    for crash in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE):
+        signal.signal(crash, signal.SIG_DFL)
     _progress([*steps, {"step": name, "differences": ["the process ended here"], "seconds": 0.0}])
     found: list[str] = []
     try:
