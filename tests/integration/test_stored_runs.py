@@ -72,7 +72,7 @@ def test_every_rank_kept_every_session_with_its_spans(run: Run) -> None:
     assert run.problems == []
     found = view.updates(run)
     assert [(u.first.operation, u.outcome, len(u.ranks)) for u in found] == [
-        ("first_load", "committed", 2), ("reload", "committed", 2), ("reload", "aborted", 2),
+        ("first_load", "committed", 2), ("reload", "committed", 2), ("reload", "refused", 2),  # the folder's headers show it
     ]  # fmt: skip
     assert len({session.pid for session in run.sessions}) == 2
     for session in run.sessions:
@@ -90,10 +90,10 @@ def test_the_report_names_what_was_lost_and_the_next_step(folder: Path) -> None:
     done = weightlife("report", folder)
     assert done.returncode == 1
     assert LOST in done.stdout
-    assert "aborted, the old weights serve, unchanged" in done.stdout
+    assert "refused, the old weights serve; nothing was touched" in done.stdout
     assert "next: send the missing tensors" in done.stdout
     found: dict[str, Any] = json.loads(weightlife("report", folder, "--json").stdout)
-    assert [load["outcome"] for load in found["loads"]] == ["committed", "committed", "aborted"]
+    assert [load["outcome"] for load in found["loads"]] == ["committed", "committed", "refused"]
 
 
 def test_the_page_has_both_ranks_and_the_tensor(folder: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_page_has_both_ranks_and_the_tensor(folder: Path, tmp_path: Path) ->
 def test_tail_prints_one_line_a_session_and_rank(folder: Path) -> None:
     done = weightlife("trace", "tail", folder, "--once")
     assert len(done.stdout.splitlines()) == 6
-    assert done.stdout.count("ABORTED") == 2
+    assert done.stdout.count("REFUSED") == 2
 
 
 def test_doctor_finds_the_host_that_the_suite_runs_on_in_order() -> None:
