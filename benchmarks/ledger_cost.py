@@ -134,8 +134,8 @@ _INTRODUCTION = """\
 Written by `benchmarks/ledger_cost.py --write`; do not edit. A plain module with stacked experts, filled by calls of
 `param.weight_loader` with tensors of 8 x 16, so that the call is timed and not the copy; medians of {rounds} rounds in
 turn with the bare loader, one thread. *Later* is a whole update, from prepare to commit. *Bytes kept a call*: what the
-ledger and the manifest hold for each after the first load, divided by the calls; what a process loads once (72 MB of
-modules) is in it, and is most of the row with 500.
+ledger and the manifest hold for each after the first load, divided by the calls; what a process allocates once (72 MB)
+is in it, and is most of the row with 500.
 
 Goals: first load at most 3x, later loads at most 1.3x a bare call, at most 300 bytes a region. **All are missed**: a
 dispatch mode stands over the whole load and sees every view that a loader makes. With tensors of real size the copy
