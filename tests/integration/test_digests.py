@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration._child import result_of
 from weightlife import errors
 from weightlife.testing import checkpoints
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
 # A tied head in an engine of its own process, experts, quantised weights with kernel handles, state space.
 FAMILIES = {"qwen2tied": "1", "mixtral": "0", "w8a8dyn": "0", "mamba2": "0"}
 
@@ -24,15 +20,7 @@ FAMILIES = {"qwen2tied": "1", "mixtral": "0", "w8a8dyn": "0", "mamba2": "0"}
 @pytest.fixture(scope="module", params=FAMILIES)
 def found(request: pytest.FixtureRequest, checkpoint_root: Path) -> dict[str, Any]:
     pair = checkpoints.pair(request.param, checkpoint_root)
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.integration._digest_job", str(pair.a), str(pair.b), FAMILIES[request.param]],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, child.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result
+    return result_of("_digest_job", pair.a, pair.b, FAMILIES[request.param])
 
 
 def test_clean_runs_find_nothing(found: dict[str, Any]) -> None:

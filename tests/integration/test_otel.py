@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration._child import result_of
 from tests.integration._otel_job import COMMON
 from tests.otlp import Receiver, Span
 from tests.telemetry import Registry, group_of
@@ -41,14 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(job: str, a: Path, b: Path, endpoint: str) -> dict[str, Any]:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.integration._otel_job", job, str(a), str(b), endpoint],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False, env=environment(),
-    )  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (child.stdout + child.stderr)[-4000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result
+    return result_of("_otel_job", job, a, b, endpoint, timeout=400, env=environment())
 
 
 def ids_are_unique(receiver: Receiver) -> None:

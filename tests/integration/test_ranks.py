@@ -3,34 +3,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration._child import result_of
 from weightlife import errors
 from weightlife.testing import checkpoints
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pair = checkpoints.pair("qwen2", tmp_path_factory.mktemp("ranks"))
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.integration._rank_job", str(pair.a), str(pair.b)],
-        cwd=ROOT, capture_output=True, text=True, timeout=420, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, child.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result
+    return result_of("_rank_job", pair.a, pair.b, timeout=420)
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration._child import result_of
 from weightlife import errors
 from weightlife.testing import checkpoints
 
 pytestmark = pytest.mark.vllm
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +21,7 @@ def run(checkpoint_root: Path) -> Any:
     untied = checkpoints.pair("tied_head_other", checkpoint_root).b
 
     def child(case: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.integration._tie_job", case, str(tied), str(untied)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, done.stderr[-3000:]
-        found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-        return found
+        return result_of("_tie_job", case, tied, untied)
 
     return child
 

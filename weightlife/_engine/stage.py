@@ -183,10 +183,6 @@ class Stage:
         self.placeholders[index] = tensor
         return tensor
 
-    def has_undo(self, track: Track) -> bool:
-        """Whether the bytes of a live storage are kept already."""
-        return int(track.storage._cdata) in self.undo
-
     def differs(self, track: Track) -> bool:
         """Whether a stage holds other bytes than the storage that it stands for."""
         assert track.stage is not None

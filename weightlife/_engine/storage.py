@@ -383,6 +383,18 @@ def require_pinned(session: WeightLoadSession, settlement: Settlement) -> None:
         )  # fmt: skip
 
 
+def keep_undo(session: WeightLoadSession, memory: torch.UntypedStorage) -> bool:
+    """Keep what undoing a write to memory that serves needs. False where the budget ends: a failure poisons then."""
+    stage, budget = session.stage, session.settings.undo_budget_bytes
+    assert stage is not None
+    needed = 0 if int(memory._cdata) in stage.undo else memory.nbytes()
+    if budget is not None and needed and stage.undo_bytes + needed > budget:
+        session.life.unsafe = True
+        return False
+    stage.keep_undo(memory)
+    return True
+
+
 def before_first_write(session: WeightLoadSession, track: Track) -> None:
     """Stage memory that serves, or keep what undoing needs, before a session writes to it for the first time.
 
@@ -403,10 +415,7 @@ def before_first_write(session: WeightLoadSession, track: Track) -> None:
             model=session.life.name, layer=track.path, session=session.id,
             hint="send a complete update: this model can't take a partial one",
         )  # fmt: skip
-    budget = session.settings.undo_budget_bytes
-    if not stage.isolated and budget is not None and not stage.has_undo(track):
-        if stage.undo_bytes + track.nbytes > budget:
-            session.life.unsafe = True  # no way back from here: a failure poisons
-            return
+    if not stage.isolated and not keep_undo(session, track.storage):
+        return
     # A hook may write a part of a storage, or read it first: outside of receiving the rest is A's.
     stage.stage_live(track, copy=not session.intake.recording)

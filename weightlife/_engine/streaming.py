@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,8 +93,7 @@ class Streamer:
         self._live: list[Track] = []  # memory that serves, and holds B already
         self._guards: dict[int, Track] = {}
         for unit in session.life.streamable():
-            fresh = Unit(unit.ident, unit.numbers, unit.members, unit.lacking, expected=unit.expected)
-            self.by_number.update(dict.fromkeys(unit.numbers, fresh))
+            self.by_number.update(dict.fromkeys(unit.numbers, replace(unit)))
 
     def begin(self, name: str) -> None:
         """A tensor is about to be loaded.
@@ -201,15 +200,11 @@ class Streamer:
         if settlement.moved and session.settings.storage == "auto":
             return  # the finish decides whether new memory may be adopted
         storage.require_pinned(session, settlement)
-        budget, life = session.settings.undo_budget_bytes, session.life
         for memory in {
             int(m.a.untyped_storage()._cdata): m.a.untyped_storage() for m in settlement.moves
         }.values():
-            needed = 0 if int(memory._cdata) in stage.undo else memory.nbytes()
-            if life.unsafe or (budget is not None and stage.undo_bytes + needed > budget):
-                life.unsafe = True  # no way back from here: a failure poisons
+            if session.life.unsafe or not storage.keep_undo(session, memory):
                 break
-            stage.keep_undo(memory)
         size = storage.commit_pinned(stage, settlement, session.operators, storage.copier(session), layer)
         session.copied(len(settlement.moves), size)
         session.kept_alive += settlement.keep_alive
