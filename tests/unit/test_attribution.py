@@ -155,7 +155,7 @@ def test_hooks_of_a_first_load_count_once_though_they_call_their_base() -> None:
     assert first.hook(layer, "Method", lambda: first.hook(layer, "Base", base)) is None
     assert set(first.report.processing) == {"Method"}
     assert first.report.processing["Method"] >= PAUSE
-    assert first._layer_seconds == {path: first.report.processing["Method"]}
+    assert first.account.layer_seconds == {path: first.report.processing["Method"]}
     with pytest.raises(ZeroDivisionError):
         first.hook(layer, "Method", lambda: 1 // 0)
     assert not first._hooked

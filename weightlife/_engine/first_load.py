@@ -13,23 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, memory, slots
+from weightlife._engine import footprint, ledger, slots
+from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
-from weightlife._engine.events import (
-    LAYER_PROCESSED,
-    PHASE_END,
-    PHASE_START,
-    SESSION_END,
-    SESSION_START,
-    bus,
-)
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
 from weightlife._engine.receive import Receiver, Track, region_of
 from weightlife._engine.skeleton import dtype_name, own_memory, storage_key
-from weightlife.report import LayerRecord, LoadReport, PhaseRecord
+from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
@@ -67,14 +60,9 @@ class FirstLoad:
         self._failed_name = ""
         self._name = ""
         self.dead = ""  # processing failed half way: nothing can be made of this model any more
-        self._started = time.perf_counter()
-        self._high_water = memory.high_water(life.model)
-        self._source_seconds = 0.0
-        self._load_seconds = 0.0
+        self.account = Account(self.report, life.model)
         self._paths: dict[int, str] = {}
-        self._layer_seconds: dict[str, float] = {}
         self._hooked: set[int] = set()  # layers whose hook is running: a hook may call its base class's
-        bus.emit(SESSION_START, self.report.session_id, report=self.report)
 
     def receive(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Run the host's loader with every write entered in the ledger.
@@ -107,7 +95,7 @@ class FirstLoad:
             sampled.end()
             self._end()
 
-        self._phase("receive")
+        self.account.phase("receive")
         started, before = time.perf_counter(), (self.tensors, self.nbytes)
         try:
             with LoadContext.first(skeleton.inference), sampled, receiver:
@@ -124,9 +112,9 @@ class FirstLoad:
             self._name = ""
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
-            self._source_seconds += receiver.source_seconds
-            self._load_seconds += time.perf_counter() - started
-            self._phase_end("receive", started, self.tensors - before[0], self.nbytes - before[1])
+            self.account.source_seconds += receiver.source_seconds
+            self.account.load_seconds += time.perf_counter() - started
+            self.account.phase(None, self.tensors - before[0], self.nbytes - before[1])
 
     def _on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
         """A loader that reads what it has not written needs the constructor's value at every later load, too."""
@@ -235,8 +223,7 @@ class FirstLoad:
     def process(self, call: Callable[[], Any]) -> Any:
         """Run the host's whole processing, then learn what it changed."""
         life, skeleton = self.life, self.life.skeleton
-        self._phase("process")
-        started = time.perf_counter()
+        self.account.phase("process")
         self._note_replaced()
         provisional = not (self.expected or self.irregular or self.raw)
         if not provisional:
@@ -270,7 +257,7 @@ class FirstLoad:
         )
         manifest.custom = self.custom or bool(self.raw)
         manifest.late = self._late()
-        self._phase_end("process", started)
+        self.account.phase(None)
         self._close(plan, manifest)
         return out
 
@@ -288,10 +275,7 @@ class FirstLoad:
             if not self._paths:
                 self._paths = {id(module): path for path, module in self.life.model.named_modules()}
             path = self._paths.get(id(layer), "")
-            spent = self.report.processing
-            spent[name] = spent.get(name, 0.0) + seconds
-            self._layer_seconds[path] = self._layer_seconds.get(path, 0.0) + seconds
-            bus.emit(LAYER_PROCESSED, self.report.session_id, layer=path, hook=name, seconds=seconds)
+            self.account.layer(path, name, seconds)
 
     def _refuse_raw(self, plan: footprint.Plan) -> None:
         """Layers that a loader filled through raw memory can't be followed: a reload of them is refused."""
@@ -308,34 +292,14 @@ class FirstLoad:
                     )
                     plan.layers[ident] = footprint.LayerPlan(path, "refuse", reason)
 
-    def _phase(self, name: str) -> None:
-        bus.emit(PHASE_START, self.report.session_id, phase=name)
-
-    def _phase_end(self, name: str, started: float, tensors: int = 0, size: int = 0) -> None:
-        seconds = time.perf_counter() - started
-        bus.emit(PHASE_END, self.report.session_id, phase=name, tensors=tensors, bytes=size)
-        self.report.phases.append(PhaseRecord(name, seconds, 1, started - self._started))
-
     def _close(self, plan: footprint.Plan, manifest: Manifest) -> None:
         report = self.report
         loaded = manifest.layers(self.life.skeleton)
-        report.seconds = time.perf_counter() - self._started
-        report.tensors_received, report.bytes_received = self.tensors, self.nbytes
-        report.outcome = "committed"
-        report.attributed["source"] = self._source_seconds
-        report.attributed["loaders"] = max(0.0, self._load_seconds - self._source_seconds)
-        report.peak_bytes = memory.peak(self._high_water, memory.high_water(self.life.model))
-        for ident, layer in plan.layers.items():
-            report.layers_by_strategy[layer.strategy] = report.layers_by_strategy.get(layer.strategy, 0) + 1
-            seconds = self._layer_seconds.get(layer.path, 0.0)
-            report.layers.append(
-                LayerRecord(layer.path, layer.strategy, layer.reason, ident in loaded, seconds=seconds)
-            )
-        report.layers_touched = sum(1 for record in report.layers if record.touched)
-        report.layers_untouched = len(report.layers) - report.layers_touched
+        self.account.total("committed", self.tensors, self.nbytes)
+        self.account.layers(plan, loaded)
         if manifest.provisional:
             report.notes.append(
                 "a dummy first load: what a complete load writes is learned from the first real one"
             )
         self.life.learned(plan, manifest, report)
-        bus.emit(SESSION_END, report.session_id, report=report, outcome=report.outcome, error="")
+        self.account.closed()

@@ -186,7 +186,7 @@ class Intake:
             f"{errors.safe_text(error)}",
             model=session.life.name, tensors=self._named(), session=session.id,
         )  # fmt: skip
-        session.record(problem)
+        session.account.violation(problem)
         return problem
 
     def _explain_name(self, error: Exception) -> None:

@@ -15,23 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, memory, operators, processing, storage
-from weightlife._engine.events import (
-    LAYER_PROCESSED,
-    PHASE_END,
-    PHASE_START,
-    SESSION_END,
-    SESSION_START,
-    VIOLATION,
-    bus,
-)
+from weightlife._engine import completeness, fill, operators, processing, storage
+from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
 from weightlife._engine.operators import CustomOperators
 from weightlife._engine.receive import Receiver
 from weightlife._engine.stage import Stage
 from weightlife._engine.streaming import Streamer
-from weightlife.report import LayerRecord, LoadReport, PhaseRecord, Violation
+from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
     from weightlife._declared import Header
@@ -98,14 +90,8 @@ class WeightLoadSession:
         self.written: dict[int, Any] = {}
         self.streamer: Streamer | None = None
         self.kept_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
-        self.early: list[float] = []  # seconds of hooks that ran while receiving
         self.foreign_modes = False  # a client's own dispatch mode stood over a call
         self.kernel_format = operation == "kernel_format"
-        self._started = time.perf_counter()
-        self._phase: tuple[str, float] | None = None
-        self._high_water = memory.high_water(life.model)
-        self._load_seconds = 0.0  # inside load calls, the source included
-        self._layer_seconds: dict[str, float] = {}
         self._error: BaseException | None = None
         rank, world = life.host.rank()
         self.report = LoadReport(
@@ -113,32 +99,17 @@ class WeightLoadSession:
             rank=rank, world_size=world, started_at=datetime.now(timezone.utc).isoformat(),
             isolation=self.settings.isolation, versions=life.host.versions(),
         )  # fmt: skip
-        bus.emit(SESSION_START, self.report.session_id, report=self.report)
+        self.account = Account(self.report, life.model)
 
     # -- phases ------------------------------------------------------------------------------------------------
 
     def phase(self, name: str | None) -> None:
         """End the running phase and begin another (None: only end)."""
-        now = time.perf_counter()
-        if self._phase is not None:
-            old, started = self._phase
-            self._add_phase(old, started, now - started)
-            count, size = {
-                "receive": (self.intake.tensors, self.intake.nbytes),
-                "copy_back": (self.report.tensors_copied, self.report.bytes_copied),
-            }.get(old, (0, 0))
-            bus.emit(PHASE_END, self.id, phase=old, tensors=count, bytes=size)
-        self._phase = None if name is None else (name, now)
-        if name is not None:
-            bus.emit(PHASE_START, self.id, phase=name)
-
-    def _add_phase(self, name: str, started: float, seconds: float) -> None:
-        for record in self.report.phases:
-            if record.name == name:
-                record.seconds += seconds
-                record.calls += 1
-                return
-        self.report.phases.append(PhaseRecord(name, seconds, 1, started - self._started))
+        count, size = {
+            "receive": (self.intake.tensors, self.intake.nbytes),
+            "copy_back": (self.report.tensors_copied, self.report.bytes_copied),
+        }.get(self.account.running or "", (0, 0))
+        self.account.phase(name, count, size)
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
@@ -249,7 +220,7 @@ class WeightLoadSession:
                 raise problem from error
             finally:
                 intake.recording = False
-                self._load_seconds += time.perf_counter() - began
+                self.account.load_seconds += time.perf_counter() - began
         if intake.unplaced:  # it may stand in the place of a parameter
             self.note_replaced()
         return out
@@ -306,20 +277,10 @@ class WeightLoadSession:
         """
         if policy == "off":
             return
-        self.record(error)
+        self.account.violation(error)
         if policy == "strict":
             raise error
         self.life.tell(logging.WARNING, str(error), self.id)
-
-    def record(self, error: errors.WeightlifeError) -> None:
-        """A violation for the report and for listeners."""
-        self.report.violations.append(
-            Violation(error.code, error.message, error.layer, list(error.tensors)[:32])
-        )
-        bus.emit(
-            VIOLATION, self.id, code=error.code, layer=error.layer, message=error.message,
-            tensors=list(error.tensors)[:32],
-        )  # fmt: skip
 
     # -- finish ------------------------------------------------------------------------------------------------
 
@@ -412,15 +373,8 @@ class WeightLoadSession:
         skipped = set() if life.host.rerun_deferred() else self.idle
         processing.run(
             life.model, life.host, lambda layer: id(layer) in wanted, lambda layer: id(layer) not in skipped,
-            self.phase, self.layer_processed,
+            self.phase, self.account.layer,
         )  # fmt: skip
-
-    def layer_processed(self, path: str, hook: str, seconds: float) -> None:
-        """A layer's hook ran: for the report and for listeners."""
-        spent = self.report.processing
-        spent[hook] = spent.get(hook, 0.0) + seconds
-        self._layer_seconds[path] = self._layer_seconds.get(path, 0.0) + seconds
-        bus.emit(LAYER_PROCESSED, self.id, layer=path, hook=hook, seconds=seconds)
 
     def _commit(self, settlement: storage.Settlement, touched: set[int]) -> None:
         stage, life = self.stage, self.life
@@ -458,62 +412,26 @@ class WeightLoadSession:
         self._close("poisoned" if self.life.poisoned else outcome, touched)
 
     def _close(self, outcome: str, touched: set[int]) -> None:
-        life, report = self.life, self.report
-        report.outcome = outcome
-        self._split_receiving()
-        report.seconds = time.perf_counter() - self._started
-        report.tensors_received = self.intake.tensors
-        report.bytes_received = self.intake.nbytes
-        self._attribute()
+        life, report, account = self.life, self.report, self.account
+        if self.receiver is not None:
+            account.source_seconds = self.receiver.source_seconds
+        account.total(outcome, self.intake.tensors, self.intake.nbytes)
         if self.intake.epochs > 1:
             report.notes.append(f"{self.intake.epochs} epochs: later values replaced earlier ones")
-        for ident, plan in life.plan.layers.items():
-            report.layers_by_strategy[plan.strategy] = report.layers_by_strategy.get(plan.strategy, 0) + 1
-            seconds = self._layer_seconds.get(plan.path, 0.0)
-            report.layers.append(
-                LayerRecord(plan.path, plan.strategy, plan.reason, ident in touched, seconds=seconds)
-            )
-        report.layers_touched = sum(1 for record in report.layers if record.touched)
-        report.layers_untouched = len(report.layers) - report.layers_touched
+        account.layers(life.plan, touched)
         if outcome == "committed":
             report.notes += life.notes_after_commit()
         life.closed(self)
-        bus.emit(
-            SESSION_END,
-            self.id,
-            report=report,
-            outcome=report.outcome,
-            error=self._error or report.error or "",
-        )
+        account.closed(self._error or report.error or "")
         self._error = None
         if self.stage is not None:
             self.stage.drop()
         self.stage = self.receiver = self.operators = self.streamer = None
 
-    def _split_receiving(self) -> None:
-        """Hooks that ran while receiving are a phase of their own in the report."""
-        for record in self.report.phases if self.early else ():
-            if record.name == "receive":
-                record.seconds -= sum(self.early)
-                self.report.phases.append(PhaseRecord("process_early", sum(self.early), len(self.early)))
-                break
-
     def copied(self, tensors: int, size: int) -> None:
         """So much went into the memory that serves."""
         self.report.tensors_copied += tensors
         self.report.bytes_copied += size
-
-    def _attribute(self) -> None:
-        """Where the time went, across phases, and the peak if it is known."""
-        spent = self.report.attributed
-        source = self.receiver.source_seconds if self.receiver is not None else 0.0
-        receiving = sum(record.seconds for record in self.report.phases if record.name == "receive")
-        early = sum(self.early)  # hooks that ran inside load calls: in a phase of their own
-        spent["source"] = source
-        spent["loaders"] = max(0.0, self._load_seconds - source - early)
-        spent["between_calls"] = max(0.0, receiving + early - self._load_seconds)
-        spent.setdefault("ranks", 0.0)
-        self.report.peak_bytes = memory.peak(self._high_water, memory.high_water(self.life.model))
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

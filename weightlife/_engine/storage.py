@@ -404,12 +404,7 @@ def before_first_write(session: WeightLoadSession, track: Track) -> None:
     stage = session.stage
     assert stage is not None
     hooks = session.state.value == "processing"
-    if (
-        hooks
-        and session._phase is not None
-        and session._phase[0] == "process_model"
-        and track.owners & session.idle
-    ):
+    if hooks and session.account.running == "process_model" and track.owners & session.idle:
         raise errors.DoubleProcessingError(
             "the model's hook changes a layer that this update did not touch: it is processed already",
             model=session.life.name, layer=track.path, session=session.id,

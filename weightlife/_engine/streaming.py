@@ -151,7 +151,7 @@ class Streamer:
                 self._running = None
             seconds = time.perf_counter() - started
             hook = life.host.layer_hook(layer) or type(layer).__name__
-            session.layer_processed(life.layer_path(unit.ident), hook, seconds)
+            session.account.layer(life.layer_path(unit.ident), hook, seconds)
             assert session.receiver is not None
             session.receiver.suspended = True  # our own copies are not the loader's
             try:
@@ -161,7 +161,7 @@ class Streamer:
                 session.receiver.suspended = False
         unit.done = True
         self.done |= unit.members
-        session.early.append(seconds)
+        session.account.early.append(seconds)
 
     def _free(self, unit: Unit, layer: torch.nn.Module, raw: list[torch.Tensor]) -> None:
         """Let go of raw memory that processing does not use, also where the loader still has a parameter of it."""

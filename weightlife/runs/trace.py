@@ -23,7 +23,7 @@ from opentelemetry import trace
 
 from weightlife._engine import events
 from weightlife.errors import clean
-from weightlife.otel import names
+from weightlife.otel import names, values
 
 if TYPE_CHECKING:
     from weightlife._engine.events import Event
@@ -37,24 +37,6 @@ _MAX_FACTS = 100
 _TEXT = 1000
 _SPAN_KIND_INTERNAL = 1
 _STATUS_ERROR = 2
-_FAILED = frozenset({"aborted", "refused", "poisoned"})
-_ROOT = {
-    names.SESSION_OPERATION: "operation",
-    names.SESSION_SOURCE: "source",
-    names.SESSION_OPENED_BY: "opened_by",
-    names.SESSION_ISOLATION: "isolation",
-    names.SESSION_STORAGE: "storage",
-    names.SESSION_OUTCOME: "outcome",
-    names.MODEL_CLASS: "model",
-    names.WEIGHT_GENERATION: "generation",
-    names.RANK: "rank",
-    names.WORLD_SIZE: "world_size",
-    names.TENSOR_COUNT: "tensors_received",
-    names.TENSOR_SIZE: "bytes_received",
-    names.LAYER_TOUCHED: "layers_touched",
-    names.LAYER_UNTOUCHED: "layers_untouched",
-    names.MEMORY_PEAK: "peak_bytes",
-}
 
 
 @dataclass
@@ -129,7 +111,7 @@ class SessionTrace:
     ) -> dict[str, Any]:
         """One ``TracesData`` message, at ``session.end``. A phase without an end is the one that a failure stopped."""
         end = max(self._at(event), self.wall_ns)
-        failed = report.outcome in _FAILED or bool(report.error)
+        failed = report.outcome in values.FAILED or bool(report.error)
         trace_id = _hex(getattr(report, "trace_id", ""), 32)
         root_id = _hex(getattr(report, "span_id", ""), 16) or os.urandom(8).hex()
         above = self.parent if self.parent.is_valid else None
@@ -141,7 +123,7 @@ class SessionTrace:
             "traceId": trace_id,
             "spanId": root_id,
             "name": _text(f"load_weights {report.model}" if report.model else "load_weights"),
-            **_common(self.wall_ns, end, {**{key: getattr(report, of, None) for key, of in _ROOT.items()},
+            **_common(self.wall_ns, end, {**{key: getattr(report, of, None) for key, of in values.END.items()},
                                           names.SESSION_ID: event.session_id,
                                           names.VIOLATION_COUNT: len(report.violations)}),
             "events": [
