@@ -82,6 +82,11 @@ test-browser: setup ## the HTML report in a headless Chromium (needs one: apt-ge
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.45'
 	$(PYTEST) -m browser tests/browser $(PYTEST_ARGS)
 
+.PHONY: test-ray
+test-ray: setup ## two workers that are actors of a real Ray (makes .venv-ray)
+	@scripts/make_venv.sh ray
+	.venv-ray/bin/python -m pytest -m ray tests/ray $(PYTEST_ARGS)
+
 .PHONY: test-full
 test-full: setup ## the whole product of families, ways and modes (hours; goes on where it was stopped)
 	$(PYTEST) tests/integration/test_reload_matrix.py tests/integration/test_readme.py \
@@ -101,4 +106,4 @@ clean: ## remove caches and build outputs; environments stay
 
 .PHONY: distclean
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-plain .venv-floor
+	rm -rf .venv .venv-plain .venv-floor .venv-ray

@@ -5,6 +5,7 @@
 #   scripts/make_venv.sh host     .venv         the package, all tools, Triton, vLLM for CPUs
 #   scripts/make_venv.sh plain    .venv-plain   the package and pytest; no vLLM
 #   scripts/make_venv.sh floor    .venv-floor   as plain, with the oldest dependencies that we admit
+#   scripts/make_venv.sh ray      .venv-ray     Ray, on top of .venv, which has to be there
 #
 # PYTHON      the interpreter to use (default: the first CPython 3.11 found)
 # TORCH_INDEX a package index that has the CPU build of torch, asked only where the configured ones have none
@@ -19,7 +20,8 @@ case "$kind" in
   host) venv=.venv; extras="host-cpu,dev,otel,cli,triton" ;;
   plain) venv=.venv-plain; extras="test" ;;
   floor) venv=.venv-floor; extras="test" ;;
-  *) echo "usage: $0 host|plain|floor" >&2; exit 2 ;;
+  ray) venv=.venv-ray; extras="" ;;
+  *) echo "usage: $0 host|plain|floor|ray" >&2; exit 2 ;;
 esac
 
 say() { echo "[$venv] $*"; }
@@ -100,6 +102,18 @@ if ! { is_311 "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/nu
   "$python" -m venv --clear "$venv"
 fi
 rm -f "$stamp"
+
+if [ "$kind" = ray ]; then
+  # vLLM behaves otherwise where Ray is installed, so Ray is not among the packages of .venv: it is put before them.
+  (cd .venv/lib/python3.11/site-packages && pwd -P) > "$venv/lib/python3.11/site-packages/host.pth"
+  pwd -P >> "$venv/lib/python3.11/site-packages/host.pth"
+  say "installing ray"
+  pip_install 'ray>=2.48'
+  "$venv/bin/python" -c 'import ray, vllm, weightlife'
+  fingerprint > "$stamp"
+  say "ready"
+  exit 0
+fi
 
 install_torch
 say "installing weightlife[$extras]"

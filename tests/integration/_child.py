@@ -15,21 +15,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def result_of(
-    job: str, *arguments: object, timeout: float = 300, env: Mapping[str, str] | None = None
+    job: str,
+    *arguments: object,
+    timeout: float = 300,
+    env: Mapping[str, str] | None = None,
+    package: str = "tests.integration",
 ) -> dict[str, Any]:
-    """The JSON after the last `RESULT ` that `tests.integration.<job>` printed.
+    """The JSON after the last `RESULT ` that `<package>.<job>` printed.
 
     Args:
         job: name of the module.
         arguments: its command line.
         timeout: seconds.
         env: all variables; by default those of this process.
+        package: where the job is.
 
     Raises:
         AssertionError: it printed no result; the end of what it said is in the message.
     """
     child = subprocess.run(
-        [sys.executable, "-m", f"tests.integration.{job}", *map(str, arguments)],
+        [sys.executable, "-m", f"{package}.{job}", *map(str, arguments)],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else dict(env),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ class RankExtension:
         except Exception as error:  # noqa: BLE001 - the test compares what each rank heard
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def ranks_raise(self, odd_rank: int) -> None:
+        """Fail on one rank, or on all (-2)."""
+        if odd_rank in (-2, self.rank):  # type: ignore[attr-defined]
+            raise ValueError(f"rank {self.rank} fails")  # type: ignore[attr-defined]
+
+    def ranks_echo(self, value: int) -> list[int]:
+        """Rank and value."""
+        return [self.rank, value]  # type: ignore[attr-defined]
+
+    def ranks_sleep(self, seconds: float) -> None:
+        """Be late."""
+        time.sleep(seconds)
 
 
 def main(a: str, b: str) -> dict[str, Any]:
@@ -87,6 +101,20 @@ def main(a: str, b: str) -> dict[str, Any]:
     found["agreed"] = {"heard": agreed, "changed": answers() != before}
     llm.collective_rpc("ranks_update", args=(a, -1, "", "iterator"))
     found["back"] = {"a_serves": answers() == before}
+    found["in step"] = {"heard": [], "answers": []}
+    for odd in (-2, 0, 1):  # every rank raises; one of them
+        try:
+            llm.collective_rpc("ranks_raise", args=(odd,))
+        except Exception as error:  # noqa: BLE001
+            found["in step"]["heard"].append(str(error))
+        found["in step"]["answers"].append(llm.collective_rpc("ranks_echo", args=(odd,)))
+        found["in step"]["answers"].append(llm.collective_rpc("ranks_echo", args=(odd,)))
+    try:
+        llm.collective_rpc("ranks_sleep", args=(1.5,), timeout=0.2)
+    except Exception as error:  # noqa: BLE001
+        found["in step"]["late"] = str(error)
+    found["in step"]["answers"].append(llm.collective_rpc("ranks_echo", args=(7,)))
+    found["in step"]["a_serves"] = answers() == before
     return found
 
 

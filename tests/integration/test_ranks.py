@@ -37,3 +37,14 @@ def test_ranks_that_disagree_keep_the_old_weights(found: dict[str, Any], case: s
 def test_ranks_that_agree_commit(found: dict[str, Any]) -> None:
     assert found["agreed"] == {"heard": ["", ""], "changed": True}
     assert found["back"]["a_serves"]
+
+
+def test_answers_stay_with_their_questions_after_a_failure(found: dict[str, Any]) -> None:
+    """Stock leaves the answers of later ranks behind: each is then heard as that of the next question."""
+    seen = found["in step"]
+    assert ["rank 0" in seen["heard"][0], "rank 0" in seen["heard"][1], "rank 1" in seen["heard"][2]] == [
+        True
+    ] * 3
+    assert "timed out" in seen["late"]
+    assert seen["answers"] == [[[0, odd], [1, odd]] for odd in (-2, -2, 0, 0, 1, 1, 7)]
+    assert seen["a_serves"]

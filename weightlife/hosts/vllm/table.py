@@ -13,11 +13,11 @@ from weightlife.hosts import runtime
 from weightlife.hosts.patching import Seam
 
 
-def _late(name: str) -> Any:
+def _late(name: str, module: str = "seams") -> Any:
     def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not runtime.installed():  # a name that was taken where no sweep reaches it
             return wrapped(*args, **kwargs)
-        return getattr(importlib.import_module("weightlife.hosts.vllm.seams"), name)(
+        return getattr(importlib.import_module(f"weightlife.hosts.vllm.{module}"), name)(
             wrapped, instance, args, kwargs
         )
 
@@ -74,6 +74,8 @@ SEAMS = [
     Seam("wake_up", _WORKER, "Worker.wake_up", _late("wake_up"), why="no update while asleep"),
     Seam("engine_rpc", "vllm.v1.engine.core", "EngineCore.collective_rpc", _late("engine_rpc"),
          why="cached blocks of the old weights are forgotten"),
+    Seam("executor_rpc", "vllm.v1.executor.multiproc_executor", "MultiprocExecutor.collective_rpc",
+         _late("executor_rpc", "executor"), why="after a failure each worker's answer stays with its question"),
     Seam("reset_prefix_cache", "vllm.v1.engine.core", "EngineCore.reset_prefix_cache", _late("reset_prefix_cache"),
          why="NaN of former weights does not outlive them in the caches"),
     Seam("engine_step", "vllm.v1.engine.core", "EngineCore.step", _late("engine_step"),
