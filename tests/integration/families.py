@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from tests.integration._run import SEPARATE, TWO_RANKS
 from tests.integration.ways import WAYS
-from weightlife.testing.checkpoints import FAMILIES
+from weightlife.testing.checkpoints import FAMILIES, MORE
 
 STORAGES: Final = ("pinned", "adopted")
 ISOLATIONS: Final = ("staged", "in_place")
@@ -26,6 +26,9 @@ ISOLATIONS: Final = ("staged", "in_place")
 COMPILED: Final = ("qwen2tied", "mixtral")
 PROCESSES: Final = ("qwen2tied", "w8a8dyn")
 RANKED: Final = ("qwen2tied", "mixtral")
+ADAPTED: Final = ("qwen2tied", "awq", "gemma3", "falcon_h1", "phi3", "w4a16", "tied_head_other")
+MET: Final = ("doge", "gemma3n")
+"""Rows of `MORE` that `make test` runs; the other ones are left to the full product."""
 
 STOCK_EXACT: Final = ("qwen2", "llama", "deepseek_dense", "awq", "gptq")
 """Families that stock vLLM 0.32 reloads exactly, by path: the oracle must call them so."""
@@ -73,7 +76,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """The whole matrix; those with `full` are left out of `make test`."""
-    return [*_eager(), *_dummy(), *_compiled(), *_separate()]
+    return [*_eager(), *_dummy(), *_compiled(), *_separate(), *_adapted(), *_more()]
 
 
 def ways_of(family: str, start: str = "a") -> tuple[str, ...]:
@@ -83,7 +86,7 @@ def ways_of(family: str, start: str = "a") -> tuple[str, ...]:
     model whose configuration says tied is built tied: a head of its own can't be represented (test_ties.py holds
     that it is refused).
     """
-    row = FAMILIES[family]
+    row = FAMILIES.get(family) or MORE[family]
     return tuple(
         name
         for name, way in WAYS.items()
@@ -136,3 +139,25 @@ def _separate() -> Iterator[Cell]:
                 yield Cell(
                     family, names, storage, isolation, engine=engine, environment=environment, full=full
                 )
+
+
+def _adapted() -> Iterator[Cell]:
+    """Engines that LoRA may be used on: their layers are wrapped after the first load."""
+    engine = {"enable_lora": True, "max_lora_rank": 8}
+    for row, family in enumerate(ADAPTED):
+        for column, storage in enumerate(STORAGES):
+            isolation = ISOLATIONS[(row + column) % 2]
+            yield Cell(
+                family, ways_of(family), storage, isolation, engine=engine, full=row > 1 or row == column
+            )
+    names = tuple(name for name, way in WAYS.items() if way.remote)
+    ranked = {**engine, "tensor_parallel_size": 2}
+    yield Cell("qwen2tied", names, "pinned", "staged", engine=ranked, environment=TWO_RANKS, full=True)
+
+
+def _more() -> Iterator[Cell]:
+    for row, family in enumerate(MORE):
+        for column, storage in enumerate(STORAGES):
+            isolation = ISOLATIONS[(row + column) % 2]
+            full = family not in MET or column != row % 2
+            yield Cell(family, ways_of(family), storage, isolation, full=full)

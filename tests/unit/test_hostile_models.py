@@ -86,6 +86,17 @@ class TestCopies:
         assert torch.equal(compiled(INPUT), cold(B))
 
 
+class TestOddAttributes:
+    def test_a_constant_on_the_meta_device_does_not_stand_in_the_way(self) -> None:
+        net = Net()
+        net.constant = torch.zeros(2, device="meta")
+        weightlife.watch(net)
+        load(net, A)
+        load(net, B)
+        assert serves(net) == "B"
+        assert net.constant.is_meta
+
+
 class TestParts:
     @pytest.mark.parametrize("part", ["n", "a"])
     def test_a_part_of_a_watched_model_is_loaded_through_the_whole(self, part: str) -> None:

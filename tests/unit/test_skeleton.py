@@ -88,7 +88,7 @@ class TestTensors:
     @pytest.mark.parametrize(
         "value",
         [
-            torch.zeros(2, device="meta"),
+            nn.Parameter(torch.zeros(2, device="meta")),
             torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,)),
             nn.parameter.UninitializedParameter(),
         ],
@@ -98,6 +98,13 @@ class TestTensors:
         made = skeleton(bag(weight=value))
         assert list(made.unsupported) == ["weight"]
         assert made.tensors == []
+
+    def test_a_plain_attribute_on_the_meta_device_holds_nothing_to_restore(self) -> None:
+        """A traced graph keeps such constants; refusing them refused every update of the model."""
+        module = bag(weight=nn.Parameter(torch.zeros(2)), constant=torch.zeros(2, device="meta"))
+        made = skeleton(module)
+        assert not made.unsupported
+        assert [tensor.path for tensor in made.tensors] == ["weight"]
 
     def test_zero_size_tensors(self) -> None:
         module = bag(empty=nn.Parameter(torch.zeros(0, 4)))

@@ -215,6 +215,8 @@ class Skeleton:
                 if any(isinstance(part, (Token, Composite)) for part in parts):
                     return Composite(split[1], parts, type(value))
             return value
+        if key[0] not in ("param", "buffer") and value.is_meta:
+            return value  # a plain attribute that holds nothing: a traced graph's constants are such
         path = slots.step(holder.path, key)
         index = self._by_tensor.get(id(value))
         if index is None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-SKIPPED_NAMES: Final = frozenset({"kv_cache"})
+SKIPPED_NAMES: Final = frozenset({"kv_cache", "punica_wrapper", "punica_wrapper_mapping"})
 """Attributes that hold what requests left behind, not weights."""
 
 _LEAVES: Final = (

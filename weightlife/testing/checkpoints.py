@@ -28,10 +28,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightlife.testing._families import FAMILIES, Family
+from weightlife.testing._families import FAMILIES, MORE, Family
 from weightlife.testing._quantise import STRUCTURAL, quantise
 
-__all__ = ["CONTENT_VERSION", "FAMILIES", "Family", "Pair", "families", "make", "pair"]
+__all__ = ["CONTENT_VERSION", "FAMILIES", "MORE", "Family", "Pair", "families", "make", "pair"]
 
 CONTENT_VERSION: Final = 2
 """Raise it when the bytes of any family change: folders made by another version are made again."""
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def families(*tags: str) -> list[str]:
-    """Names of the families that carry all of `tags`; without tags, of all."""
+    """Names of the families that carry all of `tags`; without tags, of all. Those of `MORE` are not among them."""
     return [name for name, row in FAMILIES.items() if row.tags.issuperset(tags)]
 
 
@@ -71,7 +71,7 @@ def make(family: str, root: Path) -> Pair:
         KeyError: no such family.
         RuntimeError: two tensors of A and B came out equal (a mistake in the table).
     """
-    row = FAMILIES[family]
+    row = FAMILIES.get(family) or MORE[family]
     place = root / family
     stamp = {"family": family, "content": CONTENT_VERSION, "row": _digest(row)}
     folders = Pair(place / "a", place / "b")
@@ -181,9 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(__doc__ or "")
         return 2
     root, names = Path(words[0]), words[1:] or list(FAMILIES)
-    unknown = sorted(set(names) - set(FAMILIES))
+    unknown = sorted(set(names) - set(FAMILIES) - set(MORE))
     if unknown:
-        sys.stderr.write(f"unknown families {unknown}; there are {list(FAMILIES)}\n")
+        sys.stderr.write(f"unknown families {unknown}; there are {[*FAMILIES, *MORE]}\n")
         return 2
     for name in names:
         sys.stdout.write(f"{make(name, root).a.parent}\n")

@@ -144,7 +144,7 @@ class VllmHost:
     # -- what may be done --------------------------------------------------------------------------------------
 
     def observe_reason(self) -> str | None:
-        """Online quantisation, CPU offload, pipeline and LoRA run vLLM's own lifecycle until their turn comes."""
+        """Online quantisation, CPU offload, pipeline and experts under LoRA run vLLM's own lifecycle."""
         for module in self.model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
                 return "online quantisation loads and processes layer by layer on its own"
@@ -152,7 +152,9 @@ class VllmHost:
         if getattr(parallel, "pipeline_parallel_size", 1) > 1:
             return "pipeline parallel"
         if getattr(self.vllm_config, "lora_config", None) is not None:
-            return "LoRA wraps the layers after the load"
+            experts = _expert_classes()
+            if any(isinstance(module, experts) for module in self.model.modules()):
+                return "LoRA gives expert layers other kernels after the load"
         offload = getattr(self.vllm_config, "offload_config", None)
         uva = getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)
         prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
@@ -238,3 +240,13 @@ def _deferred_classes() -> tuple[type, ...]:
     except ImportError:
         return (AttentionLayerBase,)
     return (AttentionLayerBase, MMEncoderAttention)
+
+
+def _expert_classes() -> tuple[type, ...]:
+    try:
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    except ImportError:  # before 0.30 the layer held its experts itself
+        from vllm.model_executor.layers.fused_moe import FusedMoE
+
+        return (FusedMoE,)
+    return (RoutedExperts,)
