@@ -565,6 +565,8 @@ class ToyHost:
         self.ranks = (0, 1)
         self.others: list[list[int]] | None = None
         self.calls: list[str] = []
+        self.load: Callable[[Any], Any] | None = getattr(model, "load_weights", None)
+        self.source: Any = None
 
     @property
     def model(self) -> nn.Module:
@@ -594,6 +596,12 @@ class ToyHost:
     def process_deferred(self, layer: nn.Module) -> None:
         self.calls.append(f"deferred {type(layer).__name__}")
         layer.process()  # type: ignore[operator]
+
+    def loader(self) -> Callable[[Any], Any] | None:
+        return self.load
+
+    def headers(self, path: Any) -> Any:
+        return self.source
 
     def may_process_early(self, layer: object) -> bool:
         return True

@@ -347,17 +347,22 @@ def last_reports(target: Any) -> list[LoadReport]:
     return [life.reports[-1]] if life.reports else []
 
 
-def manifests(target: Any) -> list[Manifest]:
+def manifests(target: Any, *, checkpoint: Any = None, loader: Any = None) -> list[Manifest]:
     """What a complete load of a model brings, writes and leaves alone, one a rank.
 
     Args:
         target: a module, `LLM`, engine, worker or runner.
+        checkpoint: tell it of this checkpoint instead of the last complete load, from headers alone: a folder of
+            safetensors files (as each worker sees it), or names -> (dtype, shape). The model's loader runs over
+            tensors without memory; what serves is not touched. The result is provisional.
+        loader: with `checkpoint`, the loader of a plain module, `loader(model, weights)`.
 
     Raises:
         NotInstalledError: the model was built without weightlife, or is not loaded yet.
-        HandshakeError: a worker runs without it.
+        HandshakeError: a worker runs without it. RoutingError: the loader can't run without values, or the
+        checkpoint has no headers. SessionStateError: with `checkpoint`, an update is open.
     """
-    from weightlife._engine import export, lifecycle
+    from weightlife._engine import lifecycle
     from weightlife._manifest import Manifest as Made
     from weightlife._models import find_model
 
@@ -369,23 +374,62 @@ def manifests(target: Any) -> list[Manifest]:
 
         if remote.engine_of(target) is None:
             raise
-        answers = remote.ask(target, "manifest")
+        if loader is not None:
+            raise errors.ConfigError("a loader can't be sent to workers") from None
+        answers = remote.ask(target, "manifest", {"checkpoint": _plain_checkpoint(checkpoint)})
         if not answers or any(answer is None for answer in answers):
             raise missing from None
         return [Made.from_dict(answer) for answer in answers]
     life = lifecycle.of(model)
     if life is None or life.observed is not None or life.first is not None:
         raise missing
-    return [export.manifest_of(life)]
+    return [local_manifest(life, checkpoint, loader)]
 
 
-def manifest(target: Any, rank: int = 0) -> Manifest:
+def local_manifest(life: Any, checkpoint: Any = None, loader: Any = None) -> Manifest:
+    """The manifest of a model in this process; see `manifests`."""
+    import inspect
+
+    from weightlife import _declared
+    from weightlife._engine import export, routing
+
+    if checkpoint is None:
+        return export.manifest_of(life)
+    if isinstance(checkpoint, (str, os.PathLike)):
+        source = life.host.headers(checkpoint)
+        if source is None:
+            raise errors.RoutingError(
+                f"no headers can be read from {errors.clean(checkpoint)}", model=life.name,
+                hint="name a local folder of safetensors files, in the format that the engine loads",
+            )  # fmt: skip
+        source.require()
+        headers = source.headers
+    else:
+        headers = _declared.as_headers(checkpoint)
+    plain = None if loader is None else inspect.unwrap(loader)  # without `wrap_loader`'s session
+    load = None if plain is None else lambda weights: plain(life.model, weights)
+    return export.manifest_of(life, known=routing.route(life, headers, load))
+
+
+def _plain_checkpoint(checkpoint: Any) -> Any:
+    """A checkpoint's path or headers as workers are told them."""
+    from weightlife import _declared
+
+    if checkpoint is None or isinstance(checkpoint, (str, os.PathLike)):
+        return None if checkpoint is None else os.fspath(checkpoint)
+    headers = _declared.as_headers(checkpoint)
+    return {name: [h.dtype, None if h.shape is None else list(h.shape)] for name, h in headers.items()}
+
+
+def manifest(target: Any, rank: int = 0, *, checkpoint: Any = None, loader: Any = None) -> Manifest:
     """The manifest of one rank: names are the same on all, the elements that they write are a rank's own.
+
+    Args: as for `manifests`.
 
     Raises:
         as `manifests`. ConfigError: there is no such rank.
     """
-    found = manifests(target)
+    found = manifests(target, checkpoint=checkpoint, loader=loader)
     for one in found:
         if one.rank == rank:
             return one

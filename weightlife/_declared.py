@@ -67,6 +67,8 @@ def _header(value: Any) -> Header:
         pair = (value[0], value[1])
     else:
         raise errors.ConfigError(f"{type(value).__name__} is no (dtype, shape)")
+    if pair[1] is None:
+        return Header(str(pair[0] or "").removeprefix("torch."))
     try:
         shape = tuple(int(size) for size in pair[1])
     except (TypeError, ValueError) as error:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from weightlife._declared import Known, as_headers, problems
@@ -117,7 +120,8 @@ class ManifestDiff:
 class Manifest:
     """What a complete load brings, writes and leaves alone, as one rank saw it.
 
-    `provisional`: the first load was a dummy, so there is nothing to tell yet but layers and strategies.
+    `provisional`: no load was seen that could say it. After a dummy first load, and of a checkpoint that was only
+    routed, names and writes are what headers tell; there are none where headers could not be had.
     """
 
     model: str
@@ -218,7 +222,7 @@ class Manifest:
         """
         if partial not in ("forbid", "by_layer", "allow") or unexpected not in ("refuse", "ignore"):
             raise ConfigError(f"partial={clean(partial)!r}, unexpected={clean(unexpected)!r} is not legal")
-        if self.provisional:
+        if self.provisional and not self.tensors:
             return []
         groups = self.atomic_groups() if partial == "by_layer" else []
         found = problems(
@@ -232,7 +236,7 @@ class Manifest:
         taken = sum(bool(entry.writes) for entry in self.tensors.values())
         lines = [
             f"manifest of {clean(self.model)}, rank {self.rank} of {self.world_size}"
-            + (": provisional, the first load was a dummy" if self.provisional else ""),
+            + (": provisional, no real load was seen" if self.provisional else ""),
             f"  tensors      {len(self.tensors)}, of which {taken} are taken",
             f"  layers       {len(self.layers)} ({counts})",
         ]
@@ -266,6 +270,31 @@ class Manifest:
             ],
             "left_out": [[e.what, e.name, e.why, e.elements, e.of] for e in self.left_out],
         }  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, which is whole or is not there.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            scratch.write_text(self.to_json(), encoding="utf-8")
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Manifest:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it is no manifest, or no file of at most 256 MiB. OSError: it can't be read.
+        """
+        with open(path, "rb", opener=_plain_file) as file:
+            text = file.read(MAX_BYTES + 1)
+        return cls.from_json(text)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -316,6 +345,15 @@ class Manifest:
             _natural(content.get("world_size", 1)), _natural(content.get("generation", 0)),
             _texts(content.get("versions", {})),
         )  # fmt: skip
+
+
+def _plain_file(path: str, flags: int) -> int:
+    """Opens a file without waiting for what may be no file: a pipe would hold its reader for ever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{clean(Path(path).name)} is no file")
+    return descriptor
 
 
 STRATEGIES = ("direct", "rebuild", "refuse")

@@ -9,6 +9,7 @@
     +-- NotInstalledError        WL011
     +-- ActiveSessionError       WL012
     +-- HandshakeError           WL013
+    +-- RoutingError             WL014
     +-- SessionError             WL100
     |   +-- SessionConflictError WL101
     |   +-- SessionStateError    WL102
@@ -93,6 +94,7 @@ __all__ = [
     "RankMismatchError",
     "RefusedLayerError",
     "RepeatedSourceError",
+    "RoutingError",
     "SessionConflictError",
     "SessionError",
     "SessionFailedError",
@@ -219,6 +221,13 @@ class HandshakeError(WeightlifeError):
     default_hint = (
         "call weightlife.install() before the engine starts, and pass WEIGHTLIFE_* on to its workers"
     )
+
+
+class RoutingError(WeightlifeError):
+    """Where a checkpoint's tensors would go can't be told from its headers; nothing was touched."""
+
+    code = "WL014"
+    default_hint = "load the checkpoint once: the manifest of a load needs no headers"
 
 
 class SessionError(WeightlifeError):

@@ -21,6 +21,7 @@ GOLDEN = {
     "WL011": "NotInstalledError",
     "WL012": "ActiveSessionError",
     "WL013": "HandshakeError",
+    "WL014": "RoutingError",
     "WL100": "SessionError",
     "WL101": "SessionConflictError",
     "WL102": "SessionStateError",

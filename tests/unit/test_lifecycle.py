@@ -132,15 +132,37 @@ class TestDummy:
                 served.update({n: v for n, v in checkpoint.items() if n != name})
             assert caught.value.tensors == (name,)
 
+    @pytest.mark.parametrize(
+        "more", [{}, {"isolation": "in_place"}, {"isolation": "in_place", "undo_budget_bytes": 0}]
+    )
     @pytest.mark.parametrize("kind", ["norm", "padded", "padded_plain", "attention"])
-    def test_constants_that_the_dummy_wrote_over_are_the_constructors_again(self, kind: str) -> None:
-        served = Served((kind,), provisional=True)
+    def test_constants_that_the_dummy_wrote_over_are_the_constructors_again(
+        self, kind: str, more: dict[str, Any]
+    ) -> None:
+        served = Served((kind,), provisional=True, **more)
         with torch.no_grad():
             for value in (*served.model.parameters(), *served.model.buffers()):
                 value.fill_(0.25)  # a dummy load writes everything, sentinels too
         checkpoint = served.checkpoint(1)
         served.update(checkpoint)
         assert torch.equal(served.run(), cold((kind,), checkpoint)(INPUT))
+
+    @pytest.mark.parametrize("budget", [None, 0, 1 << 20])
+    def test_what_a_dummy_wrote_over_is_written_within_the_undo_budget(self, budget: int | None) -> None:
+        """The constructor's values go into memory that serves: in place that is undone, or poisons."""
+        served = Served(("norm", "packed"), provisional=True, isolation="in_place", undo_budget_bytes=budget)
+        before = Snapshot(served.model)
+        faults.arm("hook", 0)
+        with pytest.raises(Boom):
+            served.update(
+                pick(served.checkpoint(1), ["body.inner.1.weight"]), "by_layer"
+            )  # of the rebuilt layer
+        assert bool(served.life.poisoned) is (budget == 0)
+        if budget != 0:
+            assert before.differences(Snapshot(served.model)) == []
+        new = served.checkpoint(2)
+        served.update(new)
+        assert torch.equal(served.run(), cold(served.spec, new)(INPUT))
 
     def test_a_failed_first_real_load_leaves_the_dummy(self) -> None:
         served = Served(("packed", "fused"), provisional=True)

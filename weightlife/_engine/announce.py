@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightlife import _declared, errors, source_checks
@@ -13,22 +14,43 @@ from weightlife._names import prefix_change
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.manifest import Manifest
     from weightlife._engine.session import WeightLoadSession
 
 
-def known_of(life: Lifecycle) -> dict[str, Known]:
-    """Names of the last complete load, as `_declared` takes them."""
+@dataclass
+class Facts:
+    """A manifest as declarations are held against it. Made once for each: a transfer declares every chunk."""
+
+    known: dict[str, Known]
+    groups: list[frozenset[str]] | None = None
+
+
+def facts_of(life: Lifecycle, manifest: Manifest) -> Facts:
+    """Names of a complete load, as `_declared` takes them."""
+    if manifest.facts is not None:
+        return manifest.facts
     took: dict[int, set[str]] = {}
-    for number, dtype in life.manifest.casts:
+    for number, dtype in manifest.casts:
         took.setdefault(number, set()).add(dtype)
-    return {
+    known = {
         name: Known(
             entry.dtype, entry.shape, tuple(entry.writes),
             frozenset(dtype for number, _ in entry.writes for dtype in took.get(number, ())),
             frozenset(str(life.skeleton.storages[number].dtype).removeprefix("torch.") for number, _ in entry.writes),
         )
-        for name, entry in life.manifest.names.items()
+        for name, entry in manifest.names.items()
     }  # fmt: skip
+    manifest.facts = Facts(known)
+    return manifest.facts
+
+
+def groups_of(life: Lifecycle, manifest: Manifest) -> list[frozenset[str]]:
+    """The smallest legal partial updates of a manifest."""
+    facts = facts_of(life, manifest)
+    if facts.groups is None:
+        facts.groups = manifest_of(life, left_out=False, known=manifest).atomic_groups()
+    return facts.groups
 
 
 def check(session: WeightLoadSession, declared: Mapping[str, Header], whole: bool, policy: str) -> None:
@@ -43,20 +65,25 @@ def check(session: WeightLoadSession, declared: Mapping[str, Header], whole: boo
     Raises:
         CompletenessError: by policy; nothing of what was declared has been written.
     """
-    life = session.life
-    if policy == "off" or life.manifest.provisional:
+    life, manifest = session.life, session.life.manifest
+    if manifest.provisional:
+        if life.routed is None:
+            return
+        # What headers told of one checkpoint is no law for another one: said, and not refused.
+        manifest, policy = life.routed, weaker(policy, "warn")
+    if policy == "off":
         return
     partial = session.partial if whole else "allow"
-    groups = manifest_of(life, left_out=False).atomic_groups() if partial == "by_layer" else []
+    groups = groups_of(life, manifest) if partial == "by_layer" else []
     found = _declared.problems(
-        declared, known_of(life), partial=partial, groups=groups, unexpected=session.settings.unexpected,
-        model=life.name, session=session.id,
+        declared, facts_of(life, manifest).known, partial=partial, groups=groups,
+        unexpected=session.settings.unexpected, model=life.name, session=session.id,
     )  # fmt: skip
     for setting, error in found:
         session.problem(error, weaker(policy, session.settings.casts if setting == "casts" else "strict"))
     if found:
         return
-    change = prefix_change(declared, life.manifest.names)
+    change = prefix_change(declared, manifest.names)
     if change is not None:
         # The model may take both spellings, so this is no refusal; but if the update fails, this is why.
         session.report.notes.append(f"most names are not those of the last complete load: {change}")

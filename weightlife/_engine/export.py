@@ -15,16 +15,20 @@ from weightlife._manifest import LayerEntry, LeftOut, Manifest, StorageEntry, Te
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.manifest import Manifest as Learned
 
 
-def manifest_of(life: Lifecycle, left_out: bool = True) -> Manifest:
+def manifest_of(life: Lifecycle, left_out: bool = True, known: Learned | None = None) -> Manifest:
     """What a complete load of this model brings, writes and leaves alone.
 
     Args:
         life: a lifecycle whose first load is over.
         left_out: whether to look for what is left alone, which counts elements where regions don't tile a storage.
+        known: by default what was learned; after a dummy start what was routed.
     """
-    skeleton, known = life.skeleton, life.manifest
+    skeleton = life.skeleton
+    if known is None:
+        known = life.routed if life.manifest.provisional and life.routed is not None else life.manifest
     order = {ident: position for position, ident in enumerate(life.plan.layers)}
     took: dict[int, list[str]] = {}
     for number, dtype in sorted(known.casts):
@@ -46,7 +50,7 @@ def manifest_of(life: Lifecycle, left_out: bool = True) -> Manifest:
     return Manifest(
         model=life.name, tensors=tensors, storages=storages,
         layers=tuple(LayerEntry(layer.path, layer.strategy, layer.reason) for layer in life.plan.layers.values()),
-        left_out=tuple(_left_out(life)) if left_out and not known.provisional else (),
+        left_out=tuple(_left_out(life, known)) if left_out and known.names else (),
         ties=dict(life.aliases), provisional=known.provisional, rank=rank, world_size=world,
         generation=life.generation, versions=life.host.versions(),
     )  # fmt: skip
@@ -56,13 +60,13 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _left_out(life: Lifecycle) -> Iterator[LeftOut]:
-    for name, entry in life.manifest.names.items():
+def _left_out(life: Lifecycle, known: Learned) -> Iterator[LeftOut]:
+    for name, entry in known.names.items():
         if not entry.writes:
             tied = life.aliases.get(name)
             yield LeftOut("name", name, f"tied to {tied}" if tied else "no parameter of the model takes it")
     for number, storage in enumerate(life.skeleton.storages):
-        written = life.manifest.expected.get(number, Counter())
+        written = known.expected.get(number, Counter())
         if storage.numel == 0 or ledger.tiled(storage.numel, written):
             continue
         path = life.skeleton.tensors[storage.tensors[0]].path

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightlife import errors
+from weightlife._engine import storage as storages
 from weightlife._engine.intake import mask as mask_of
 from weightlife._engine.intake import whole
 from weightlife._engine.skeleton import view_on
@@ -75,22 +76,26 @@ def unwritten(session: WeightLoadSession, layers: set[int], numbers: list[int] |
             if not session.life.skeleton.storages[number].layers & layers:
                 continue
             _placeholder(session, number)
-        elif touched and track.stage is not None:
-            if whole(track):
-                continue
+        elif touched:
+            provisional = session.life.manifest.provisional
+            if (track.stage is None and not provisional) or whole(track):
+                continue  # in place the rest is A's already
             mask = mask_of(track)
-            if not mask.all():
+            if mask.all():
+                continue
+            now = view_on(track.current, track.dtype, 0, (track.numel,), (1,))
+            if track.stage is not None:
                 hole = torch.from_numpy(~mask)
-                a = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))
-                b = view_on(track.stage, track.dtype, 0, (track.numel,), (1,))
-                b[hole] = a[hole]
-                if session.life.manifest.provisional:
-                    session.life.skeleton.fill_kept(number, b, ~mask)
-        elif session.life.manifest.provisional and not touched:
+                now[hole] = view_on(track.storage, track.dtype, 0, (track.numel,), (1,))[hole]
+            if provisional:
+                session.life.skeleton.fill_kept(number, now, ~mask)
+        elif session.life.manifest.provisional:
             # A dummy wrote sentinels and constants too: what the first real load leaves alone goes back.
             storage = session.life.skeleton.storages[number]
             if storage.kept is not None and storage.kept_index is None and not track.placeholder:
-                stage.stage_live(track)
+                # In place this is a write to memory that serves like any other: undone, or beyond the budget.
+                if stage.isolated or storages.keep_undo(session, track.storage):
+                    stage.stage_live(track)
                 session.life.skeleton.fill_kept(
                     number, view_on(track.current, track.dtype, 0, (track.numel,), (1,)), None
                 )

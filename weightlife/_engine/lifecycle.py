@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, ranks, registry, runtime, slots, streaming
+from weightlife._engine import contract, ranks, registry, routing, runtime, slots, streaming
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
@@ -74,6 +74,9 @@ class Lifecycle(Teller):
         self.aliases = {} if self.observed is not None else self.skeleton.aliases()
         self.plan = Plan()
         self.manifest = Manifest()
+        self.routed: Manifest | None = (
+            None  # after a dummy start: what headers tell, until the first real load
+        )
         self.context = LoadContext.current()
         self.session: WeightLoadSession | None = None
         self.failed: errors.WeightlifeError | None = None
@@ -239,7 +242,7 @@ class Lifecycle(Teller):
 
     def load_weights(self, load: Callable[[Any], Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """A call of the model's `load_weights` from anywhere: first load, chunk of a session, or a bare call."""
-        if self.status == "observed":
+        if self.status == "observed" or registry.routing.get() is self:
             return load(weights)
         if self.is_inside():
             self.refuse_from_source("load_weights")
@@ -409,6 +412,8 @@ class Lifecycle(Teller):
         self.status = "ready"
         self.seal()
         self.digests.keep(report)
+        if manifest.provisional and (told := routing.at_start(self)):
+            report.notes.append(told)
         report.generation = self.generation
         self.reports.append(report)
         self.say(report)
@@ -438,6 +443,7 @@ class Lifecycle(Teller):
             self.manifest = Manifest(
                 False, expected_from(received, written), received, session.intake.casts, session.intake.spread
             )
+            routing.compare(self, session)
 
 
 __all__ = [

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weightlife._engine import ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from weightlife._engine.announce import Facts
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Manifest:
     )  # storages that loaders read before they have written them
     late: set[int] | None = None  # storages touched again after their layer was complete; None: not known
     custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
+    facts: Facts | None = None  # what `announce` made of it
 
     def cast_accepted(self, number: int, source: str, part: Region) -> bool:
         """Whether a load that was taken as complete cast this dtype for this region.

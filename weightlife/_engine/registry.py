@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session", default=None)
 """The session that the running call belongs to: set only while a call is inside the lifecycle."""
 
+routing: ContextVar[Lifecycle | None] = ContextVar("weightlife_routing", default=None)
+"""The model whose loader the running call drives over tensors without memory (`routing.py`)."""
+
 _owners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
 _registry: weakref.WeakValueDictionary[int, Lifecycle] = weakref.WeakValueDictionary()
 _released: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
@@ -97,4 +100,5 @@ __all__ = [
     "owner_of",
     "release",
     "released",
+    "routing",
 ]

@@ -7,10 +7,14 @@ whether memory may be replaced, comes through this interface. One instance serve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from weightlife.source_checks import Source
 
 
 class Host(Protocol):
@@ -50,6 +54,15 @@ class Host(Protocol):
 
     def contexts(self) -> AbstractContextManager[Any]:
         """The contexts in which loading and processing run (current configuration)."""
+
+    def loader(self) -> Callable[[Any], Any] | None:
+        """What loads (name, tensor) pairs into the model, as a reload would call it; None where that is not known."""
+
+    def headers(self, path: Any) -> Source | None:
+        """What the files that a reload of `path` would read say of themselves; None where that can't be told.
+
+        `path` None: the configured checkpoint.
+        """
 
     def observe_reason(self) -> str | None:
         """Why this model is left to the host's own lifecycle and only observed, or None."""

@@ -7,6 +7,7 @@ method on the root, run last. A layer whose class sets `deferred = True` is proc
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from weightlife import source_checks
 from weightlife._version import __version__
+from weightlife.source_checks import Source
 
 HOOK = "process_weights_after_loading"
 
@@ -93,6 +96,20 @@ class TorchHost:
     def contexts(self) -> AbstractContextManager[Any]:
         """The owner's contexts."""
         return self._contexts()
+
+    def loader(self) -> Callable[[Any], Any] | None:
+        """The model's own `load_weights`, if it has one."""
+        found = getattr(self._model(), "load_weights", None)
+        return found if callable(found) else None
+
+    def headers(self, path: Any) -> Source | None:
+        """Of a folder of safetensors files."""
+        from pathlib import Path
+
+        if not isinstance(path, (str, os.PathLike)) or not Path(path).is_dir():
+            return None
+        found = source_checks.read(path)
+        return found if found.files or found.problems else None
 
     def observe_reason(self) -> str | None:
         """Always managed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weightlife._version import __version__
+from weightlife.source_checks import Source
 
 # Process-wide objects that layers hold but do not own: configuration, process groups, compiled code.
 FOREIGN_MODULES = (
@@ -140,6 +141,16 @@ class VllmHost:
 
         with set_current_vllm_config(self.vllm_config):
             yield
+
+    def loader(self) -> Callable[[Any], Any]:
+        """The model's `load_weights`."""
+        return self.model.load_weights  # type: ignore[return-value]
+
+    def headers(self, path: Any) -> Source | None:
+        """Of all files that a reload by path would read, secondary weights included."""
+        from weightlife.hosts.vllm import sources
+
+        return sources.of(self, path)
 
     # -- what may be done --------------------------------------------------------------------------------------
 

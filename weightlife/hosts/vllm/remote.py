@@ -25,7 +25,7 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         HostError: an unknown question.
     """
     from weightlife import _api
-    from weightlife._engine import export, lifecycle
+    from weightlife._engine import lifecycle
 
     if question == "hello":
         rank = getattr(worker, "rank", 0)
@@ -42,7 +42,9 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return seams.abort_update(worker, str((payload or {}).get("reason", "")))
     if question == "manifest":
         life = lifecycle.of(worker.model_runner.get_model())
-        return None if life is None or life.first is not None else export.manifest_of(life).to_dict()
+        if life is None or life.observed is not None or life.first is not None:
+            return None
+        return _api.local_manifest(life, (payload or {}).get("checkpoint")).to_dict()
     if question == "scrub":
         return scrub(worker)
     if question in ("digest", "check_digests", "expect"):

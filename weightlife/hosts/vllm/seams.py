@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import announce, guard, lifecycle
+from weightlife._engine import announce, guard, lifecycle, registry
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife._engine.session import WeightLoadSession
 from weightlife.hosts import runtime
@@ -125,6 +125,8 @@ def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwarg
 
 def check_skipped_aliases(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """VLLM asks after every call whether a tied tensor's partner came. In an update it may come in another bucket."""
+    if registry.routing.get() is not None:
+        return None  # a part of a checkpoint may be routed
     session = lifecycle.current.get() if runtime.installed() else None
     if session is None or session.life.session is not session:
         return wrapped(*args, **kwargs)
