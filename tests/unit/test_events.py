@@ -170,5 +170,6 @@ def test_the_names_are_known() -> None:
         "violation",
         "note",
         "layer.processed",
+        "manifest",
     } == events.EVENT_NAMES
     assert isinstance(events.bus, Bus)

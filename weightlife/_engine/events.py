@@ -14,6 +14,7 @@ phase.end        phase, tensors, bytes, error
 violation        code, message, layer, tensors
 note             message
 layer.processed  layer, strategy, seconds
+manifest         make (a function: the ``Manifest`` that this load taught; not called where nobody wants it)
 session.end      outcome, error, report (a ``LoadReport``; its fields may also be given by their names)
 ===============  ==========================================================================================
 
@@ -32,6 +33,7 @@ from types import MappingProxyType
 __all__ = [
     "EVENT_NAMES",
     "LAYER_PROCESSED",
+    "MANIFEST",
     "NOTE",
     "PHASE_END",
     "PHASE_START",
@@ -51,9 +53,10 @@ PHASE_END = "phase.end"
 VIOLATION = "violation"
 NOTE = "note"
 LAYER_PROCESSED = "layer.processed"
+MANIFEST = "manifest"
 
 EVENT_NAMES: frozenset[str] = frozenset(
-    {SESSION_START, SESSION_END, PHASE_START, PHASE_END, VIOLATION, NOTE, LAYER_PROCESSED}
+    {SESSION_START, SESSION_END, PHASE_START, PHASE_END, VIOLATION, NOTE, LAYER_PROCESSED, MANIFEST}
 )
 
 _log = logging.getLogger("weightlife")

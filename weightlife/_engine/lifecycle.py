@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, ranks, registry, routing, runtime, slots, streaming
+from weightlife._engine import contract, export, ranks, registry, routing, runtime, slots, streaming
 from weightlife._engine.contexts import LoadContext
+from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest, expected_from
@@ -417,6 +419,13 @@ class Lifecycle(Teller):
         report.generation = self.generation
         self.reports.append(report)
         self.say(report)
+        self._taught(report.session_id)
+
+    def _taught(self, session: str) -> None:
+        """For listeners: there is a manifest that was not there before."""
+        known = self.manifest if not self.manifest.provisional else self.routed
+        if known is not None:
+            bus.emit(MANIFEST, session, make=functools.partial(export.manifest_of, self, known=known))
 
     def learn_from(self, session: WeightLoadSession) -> None:
         """After a commit: a new generation, and what it teaches."""
@@ -444,6 +453,7 @@ class Lifecycle(Teller):
                 False, expected_from(received, written), received, session.intake.casts, session.intake.spread
             )
             routing.compare(self, session)
+            self._taught(session.id)
 
 
 __all__ = [

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightlife._version import __version__
-from weightlife.cli import show
+from weightlife.cli import manifest, show
 from weightlife.cli.output import BAD, FAILED, GOOD, doing, emit_json, stderr, stdout, text
 from weightlife.errors import WeightlifeError
 from weightlife.runs import view
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 trace_app = typer.Typer(help="Follow what the processes of a run store.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
+app.add_typer(manifest.app, name="manifest")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version instead of text.")]
 RunPath = Annotated[

@@ -6,6 +6,8 @@ Each process and rank has two files of JSON lines, named by start time, host and
     20261129T145731Z-host-4711-3f9a0c.rank0.sessions.jsonl    records of this package, with a schema version each
     20261129T145731Z-host-4711-3f9a0c.rank0.traces.jsonl      OTLP/JSON, as OpenTelemetry's file exporters write it
 
+and for each model that it loads a manifest, ``....rank0.<class of the model>.manifest.json``.
+
 A file that reaches ``MAX_FILE_BYTES`` is renamed to ``....old.jsonl`` (an older one of that name goes) and begun anew,
 so a process and rank never takes more than four times that.
 
@@ -17,13 +19,14 @@ Standard library and the tracing API only.
 
 from __future__ import annotations
 
-__all__ = ["MAX_FILE_BYTES", "MAX_LINE_BYTES", "SCHEMA_VERSION", "SESSIONS", "TRACES"]
+__all__ = ["MANIFESTS", "MAX_FILE_BYTES", "MAX_LINE_BYTES", "SCHEMA_VERSION", "SESSIONS", "TRACES"]
 
 SCHEMA_VERSION = 1
 """Of the records in ``*.sessions.jsonl``. The report inside has its own (``weightlife.report.SCHEMA_VERSION``)."""
 
 SESSIONS = "sessions"
 TRACES = "traces"
+MANIFESTS = "manifest.json"
 
 MAX_FILE_BYTES = 32 * 2**20
 """A report of 600 layers is 90 kB: a file holds some 350 of them before it is turned over."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from weightlife._engine import events
 from weightlife._version import __version__
 from weightlife.errors import clean
-from weightlife.runs import MAX_FILE_BYTES, MAX_LINE_BYTES, SCHEMA_VERSION, SESSIONS, TRACES
+from weightlife.runs import MANIFESTS, MAX_FILE_BYTES, MAX_LINE_BYTES, SCHEMA_VERSION, SESSIONS, TRACES
 from weightlife.runs.trace import SessionTrace
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class _State:
     stopping: bool = False
     files: dict[tuple[str, int], _File] = field(default_factory=dict)
     open: OrderedDict[str, SessionTrace] = field(default_factory=OrderedDict)
+    taught: dict[str, Callable[[], Any]] = field(default_factory=dict)  # session -> makes its manifest
 
 
 class RunWriter:
@@ -163,8 +164,13 @@ class RunWriter:
             self._put(lambda: self._session_record(event, report, seen))  # type: ignore[arg-type]
             if seen is not None:
                 self._put(lambda: self._trace_record(event, report, seen))  # type: ignore[arg-type]
+            make = state.taught.pop(event.session_id, None)
+            if make is not None:  # last: it may be 20 MB, and the record of the session is wanted more
+                self._put(lambda: self._keep_manifest(state, report, make))  # type: ignore[arg-type]
             # where the last wait was in vain and is not over yet, none is made: a directory that hangs costs once
             self._slow = not self.flush(0 if self._slow else PATIENCE)
+        elif event.name == events.MANIFEST:
+            state.taught[event.session_id] = event.data["make"]  # type: ignore[assignment]
         elif event.session_id in state.open:
             with state.changed:
                 seen = state.open.get(event.session_id)
@@ -238,6 +244,13 @@ class RunWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         return _File(path, os.open(path, flags, 0o666))
+
+    def _keep_manifest(self, state: _State, report: LoadReport, make: Callable[[], Any]) -> None:
+        """One file a model and rank; a later manifest takes the place of a former one."""
+        model = re.sub(r"[^A-Za-z0-9_]+", "-", report.model)[:60]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        make().save(self.folder / f"{state.stem}.rank{_rank(report.rank)}.{model}.{MANIFESTS}")
+        self.written += 1
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
