@@ -14,353 +14,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 
-ROUNDS: Final = (
+PLAIN: Final = (
     {"storage": "auto", "isolation": "staged", "start": "a"},
     {"storage": "pinned", "isolation": "in_place", "start": "a"},
     {"storage": "adopted", "isolation": "staged", "start": "dummy"},
     {"storage": "adopted", "isolation": "in_place", "start": "a"},
 )
+LEAN: Final = len(PLAIN)  # without undo
+COMPILED: Final = (LEAN + 1, LEAN + 2)
+RANKED: Final = (LEAN + 3, LEAN + 4)
+ROUNDS: Final[tuple[dict[str, Any], ...]] = (
+    *PLAIN,
+    {"storage": "pinned", "isolation": "in_place", "start": "a", "undo_budget_bytes": 0},
+    {"storage": "pinned", "isolation": "staged", "start": "a", "engine": {"enforce_eager": False}},
+    {"storage": "pinned", "isolation": "in_place", "start": "a", "engine": {"enforce_eager": False}},
+    {"storage": "pinned", "isolation": "staged", "start": "a", "engine": {"tensor_parallel_size": 2}},
+    {"storage": "pinned", "isolation": "in_place", "start": "a", "engine": {"tensor_parallel_size": 2}},
+)
+# Families for the engines that take a minute to start: a dense one with a tie, and unquantised experts.
+FEW: Final = ("qwen2tied", "mixtral")
 
 
-class Interrupted(Exception):
-    """Raised by a source; must come out unchanged."""
+def environment_of(chosen: dict[str, Any]) -> dict[str, str]:
+    """Variables of the engine of a round, and of the cold loads that it is compared with."""
+    from _run import TWO_RANKS
 
-
-class Wrong(Exception):
-    """A stream after which something else serves than may."""
-
-
-class Bench:
-    """An engine, what serves on it, and how to send it anything."""
-
-    def __init__(self, llm: Any, folders: Any, want: dict[str, Any], isolation: str) -> None:
-        from weightlife._engine import lifecycle
-        from weightlife.testing import checkpoints
-
-        self.llm, self.folders, self.want = llm, folders, want
-        self.staged = isolation == "staged"
-        self.tensors = {side: checkpoints.tensors(Path(getattr(folders, side))) for side in ("a", "b")}
-        self.model = llm.collective_rpc(lambda worker: worker.model_runner)[0].get_model()
-        self.life: Any = lifecycle.of(self.model)
-        self.facts: dict[str, Any] = {}
-        self.serving: dict[str, str] = {}
-        self.now: Any = None  # fingerprint of what serves
-        self.references = 0
-
-    # -- what is known -----------------------------------------------------------------------------------------
-
-    def learn(self) -> None:
-        """Facts of the checkpoint's tensors, from the files and the manifest."""
-        import weightlife
-
-        manifest = weightlife.manifest(self.model)
-        groups = {name: i for i, group in enumerate(manifest.atomic_groups()) for name in group}
-        shared = _shared(self.life)
-        bound = self._bound(manifest)
-        from fuzz_streams import Fact
-
-        self.facts = {
-            name: Fact(
-                tuple(tensor.shape), tensor.is_floating_point() and tensor.element_size() > 1,
-                8 * tensor.element_size(), bool(manifest.tensors[name].writes), groups.get(name, -1 - position),
-                name in shared, bound.get(name, -1),
-            )
-            for position, (name, tensor) in enumerate(self.tensors["a"].items())
-        }  # fmt: skip
-
-    def _bound(self, manifest: Any) -> dict[str, int]:
-        """Names that are one value: large tensors that are equal, and what the model ties."""
-        import torch
-
-        out: dict[str, int] = {}
-        large = [
-            n for n, t in self.tensors["a"].items() if t.ndim == 2 and t.is_floating_point() and len(t) >= 256
-        ]
-        for i, one in enumerate(large):
-            for other in large[i + 1 :]:
-                x, y = self.tensors["a"][one], self.tensors["a"][other]
-                if x.shape == y.shape and torch.equal(x, y):
-                    out[other] = out.setdefault(one, i)
-        for number, pair in enumerate(manifest.ties.items(), len(large)):
-            if all(name in self.tensors["a"] for name in pair):
-                out.update(dict.fromkeys(pair, number))
-        # A head of its own beside embeddings may leave or enter a tie with its values: both from one side.
-        if any(n.endswith("lm_head.weight") for n in large):
-            rows = len(self.tensors["a"][next(n for n in large if n.endswith("lm_head.weight"))])
-            same = [n for n in large if len(self.tensors["a"][n]) == rows]
-            if getattr(getattr(self.life.host.model_config, "hf_config", None), "tie_word_embeddings", False):
-                out.update(dict.fromkeys(same, 10_000))
-        return out
-
-    # -- sending -----------------------------------------------------------------------------------------------
-
-    def tensor(self, item: Any) -> Any:
-        """The tensor of an item, fresh, changed as it says."""
-        import torch
-
-        value = self.tensors[item.side][item.name].clone()
-        if item.change in ("float32", "float64"):
-            return value.to(getattr(torch, item.change))
-        if item.change == "as_float":
-            return value.to(torch.float32)
-        if item.change == "int8":
-            return (value * 100).to(torch.int8)
-        if item.change == "float8":
-            return value.to(torch.float8_e4m3fn)
-        if item.change == "transpose":
-            return value.transpose(-1, -2).contiguous()
-        if item.change == "short":
-            longest = max(range(value.ndim), key=lambda d: value.shape[d])
-            return value.narrow(longest, 0, value.shape[longest] - 1).contiguous()
-        if item.change == "longer":
-            longest = max(range(value.ndim), key=lambda d: value.shape[d])
-            return torch.cat([value, value.narrow(longest, 0, 1)], longest)
-        if item.change == "half_row":
-            return value[..., : value.shape[-1] // 2].contiguous()
-        if item.change == "one":
-            return value.flatten()[:1].reshape([1] * value.ndim)
-        if item.change == "scalar":
-            return value.flatten()[0].clone()
-        if item.change == "flat":
-            return value.flatten()
-        if item.change == "lead":
-            return value.unsqueeze(0)
-        return value
-
-    def source(self, items: Sequence[Any], stop: int) -> Iterator[tuple[str, Any]]:
-        """The items; a sender overwrites each tensor when the next one is asked for."""
-        from weightlife.testing.worker_ext import spoil
-
-        for place, item in enumerate(items):
-            if place == stop:
-                raise Interrupted("the trainer went away")
-            tensor = self.tensor(item)
-            yield item.under, tensor
-            spoil(tensor)
-        if stop == len(items):
-            raise Interrupted("the trainer went away")
-
-    def send(self, stream: Any) -> None:
-        """Send a stream the way that it says."""
-        if stream.entry == "iterator":
-            source = self.source(stream.items, stream.stop)
-            self.llm.collective_rpc(
-                lambda worker: worker.model_runner.reload_weights(weights_iterator=source)
-            )
-        elif stream.entry == "path":
-            with tempfile.TemporaryDirectory() as scratch:
-                folder = self.write(stream, Path(scratch) / "checkpoint")
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        elif stream.entry == "layerwise":
-            self.llm.collective_rpc("weightlife_test_layerwise_start")
-            self.calls(stream)
-            self.llm.collective_rpc("weightlife_test_layerwise_finish")
-        elif stream.entry == "session":
-            import weightlife
-
-            with weightlife.session(self.model, partial="forbid"):
-                self.calls(stream)
-        else:
-            self.calls(stream)
-
-    def calls(self, stream: Any) -> None:
-        """One `load_weights` a call, a batch before one of them."""
-        sent = 0
-        for number, items in enumerate(stream.calls()):
-            if number == stream.peek:
-                self.peek()
-            last = number == len(stream.cuts)
-            stop = stream.stop - sent if 0 <= stream.stop - sent < len(items) + last else -1
-            self.model.load_weights(self.source(items, stop))
-            sent += len(items)
-
-    def peek(self) -> None:
-        """A batch in an open session must be answered by what served before.
-
-        Raises:
-            Wrong: it was not.
-        """
-        from weightlife.testing import oracle
-
-        got = oracle.fingerprint(self.llm)
-        found = oracle.differences({**got, "ranks": []}, {**self.now, "ranks": []})
-        if found:
-            raise Wrong(f"a batch inside the session: {'; '.join(found[:3])}")
-
-    def write(self, stream: Any, folder: Path) -> Path:
-        """A checkpoint of the stream's tensors in as many shards as it has calls; repeats go to one of their own."""
-        from safetensors.torch import save_file
-
-        shutil.copytree(getattr(self.folders, stream.target), folder)
-        for old in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-            old.unlink()
-        shards: list[dict[str, Any]] = [{}]
-        for item in stream.items:
-            name = item.under
-            place = next((i for i, shard in enumerate(shards) if name not in shard), len(shards))
-            if place == len(shards):
-                shards.append({})
-            shards[place][name] = self.tensor(item).contiguous()
-        for number, shard in enumerate(shards):
-            save_file(shard, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
-        return folder
-
-    # -- judging -----------------------------------------------------------------------------------------------
-
-    def fingerprint(self) -> Any:
-        from weightlife.testing import oracle
-
-        return oracle.fingerprint(self.llm)
-
-    def expected(self, serving: dict[str, str]) -> Any:
-        """The fingerprint of a cold load; of a mixture, that of a complete reload, which is exact for A and B."""
-        taken = {serving[name] for name, fact in self.facts.items() if fact.taken}
-        if len(taken) == 1:
-            return self.want[taken.pop()]
-        from fuzz_streams import Item
-
-        self.references += 1
-        # What nothing takes follows the tensor that it is tied to.
-        sides = {f.bound: serving[n] for n, f in self.facts.items() if f.taken and f.bound >= 0}
-        items = [
-            Item(
-                name,
-                serving[name] if self.facts[name].taken else sides.get(self.facts[name].bound, serving[name]),
-            )
-            for name in self.tensors["a"]
-        ]
-        source = self.source(items, -1)
-        self.llm.collective_rpc(lambda worker: worker.model_runner.reload_weights(weights_iterator=source))
-        return self.fingerprint()
-
-    def run(self, stream: Any) -> dict[str, Any]:
-        """Send a stream, and its retry, and hold what serves against what may.
-
-        Raises:
-            Wrong: it does not.
-        """
-        from fuzz_streams import ACCEPT, REFUSE, Item, Stream, after, judge
-
-        may = judge(stream, self.facts, must=self.life.must_complete)
-        before = self.life.generation
-        raised = _raised(lambda: self.send(stream))
-        if isinstance(raised, Wrong):
-            raise raised
-        plain = not any(item.change or item.sent for item in stream.items)
-        if stream.stop >= 0 and (raised is None or (plain and not isinstance(raised, Interrupted))):
-            raise Wrong(f"the source's exception came out as {type(raised).__name__}: {str(raised)[:300]}")
-        if stream.retry and stream.entry != "bare":
-            outcome = ACCEPT if self.life.generation > before else REFUSE
-            if outcome not in may or (outcome == ACCEPT) is (raised is not None):
-                raise Wrong(
-                    f"outcome {outcome} before the retry, it must be {' or '.join(sorted(may))} ({raised!r})"
-                )
-        if stream.retry:
-            if stream.entry == "bare" and raised is None and self.life.session is not None:
-                may = may | {REFUSE}  # it may be dropped, or be overwritten in one session with the retry
-            full = Stream(
-                stream.retry, tuple(Item(name, stream.target) for name in self.tensors["a"]), stream.target
-            )
-            again = _raised(lambda: self.send(full))
-            if again is not None:
-                raise Wrong(f"the retry ({stream.retry}) raised {type(again).__name__}: {str(again)[:400]}")
-            serving = dict.fromkeys(self.facts, stream.target)
-            got = self.fingerprint()
-            self.compare(got, self.want[stream.target], "after the retry")
-            self.now, self.serving = got, serving
-            return {"outcome": "retried", "raised": type(raised).__name__ if raised else ""}
-        got = self.fingerprint()
-        if self.life.session is not None:
-            # An implicit update that is not whole. In place no batch runs; else it is answered by what served.
-            if self.staged:
-                self.compare({**got, "ranks": []}, {**self.now, "ranks": []}, "while an update is not whole")
-            self.life.abort()
-            got = self.fingerprint()
-        outcome = ACCEPT if self.life.generation > before else REFUSE
-        if raised is not None and outcome == ACCEPT:
-            raise Wrong(f"committed and raised {type(raised).__name__}: {str(raised)[:300]}")
-        if raised is None and outcome == REFUSE and stream.entry != "bare":
-            raise Wrong("neither committed nor raised")
-        if outcome not in may:
-            said = f"{type(raised).__name__}: {str(raised)[:400]}" if raised else "nothing was raised"
-            raise Wrong(f"outcome {outcome}, it must be {' or '.join(sorted(may))} ({said})")
-        if outcome == REFUSE:
-            self.compare(got, self.now, f"after a refusal ({type(raised).__name__ if raised else 'silent'})")
-        else:
-            self.serving = after(stream, self.facts, self.serving)
-            want = self.expected(self.serving)
-            self.compare(got, want, "after a commit")
-            self.now = want
-        self.life.failed = None
-        return {
-            "outcome": outcome,
-            "raised": type(raised).__name__ if raised else "",
-            "doubtful": len(may) > 1,
-        }
-
-    def compare(self, got: Any, want: Any, context: str) -> None:
-        from weightlife.testing import oracle
-
-        found = oracle.differences(got, want)
-        if found:
-            raise Wrong(f"{context}: {len(found)} differences: {'; '.join(found[:4])}")
-
-    def reset(self) -> None:
-        """Back to A.
-
-        Raises:
-            Wrong: A does not serve then.
-        """
-        self.life.abort()
-        self.life.failed = None
-        self.llm.collective_rpc("weightlife_test_zero_kv_cache")
-        from fuzz_streams import Item
-
-        source = self.source([Item(name, "a") for name in self.tensors["a"]], -1)
-        self.llm.collective_rpc(lambda worker: worker.model_runner.reload_weights(weights_iterator=source))
-        self.now = self.fingerprint()
-        self.compare(self.now, self.want["a"], "after a reset")
-        self.serving = dict.fromkeys(self.facts, "a")
-
-
-def _raised(call: Any) -> BaseException | None:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - what was raised is part of the verdict
-        return error
-    return None
-
-
-def _shared(life: Any) -> set[str]:
-    """Names some of whose elements are written by another name as well."""
-    from weightlife._engine import ledger
-
-    out: set[str] = set()
-    by_storage: dict[int, list[tuple[str, Any]]] = {}
-    for name, entry in life.manifest.names.items():
-        for number, part in entry.writes:
-            by_storage.setdefault(number, []).append((name, part))
-    for number, writes in by_storage.items():
-        numel = life.skeleton.storages[number].numel
-        # A loader may write an element of its own twice (and transform it in place): each name counts once.
-        once = {(name, part) for name, part in writes}
-        masks = {name: ledger.counts(numel, [p for n, p in once if n == name]) > 0 for name, _ in once}
-        total = sum(mask.astype(int) for mask in masks.values())
-        out |= {name for name, mask in masks.items() if (total[mask] > 1).any()}
-    return out
+    return TWO_RANKS if "tensor_parallel_size" in chosen.get("engine", {}) else {}
 
 
 def execute(
@@ -372,27 +62,44 @@ def execute(
     settings: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run the numbered streams of a family in this process."""
+    from _fuzz_bench import Bench, Wrong, _raised
     from fuzz_streams import ENTRIES, draw
 
     import weightlife
     from weightlife.testing import _cold, checkpoints, oracle
 
-    chosen = ROUNDS[round_number % len(ROUNDS)]
+    chosen = ROUNDS[round_number]
     folders = checkpoints.pair(family, Path(root))
-    want = {side: oracle.cold(getattr(folders, side)) for side in ("a", "b")}
+    engine = chosen.get("engine", {})
+    link = Path(root) / family / "serving" if engine.get("enforce_eager") is False else None
+    want = {
+        side: oracle.cold(getattr(folders, side), environment=environment_of(chosen), serve_as=link, **engine)
+        for side in ("a", "b")
+    }
     os.environ[oracle.POISON_VARIABLE] = "1"
     oracle.poison()
     row = checkpoints.FAMILIES[family]
     start = "a" if row.head == "other" else chosen["start"]
     weightlife.install(
-        storage=chosen["storage"], isolation=chosen["isolation"], log_level="error", **(settings or {})
+        storage=chosen["storage"],
+        isolation=chosen["isolation"],
+        log_level="error",
+        undo_budget_bytes=chosen.get("undo_budget_bytes"),
+        **(settings or {}),
     )
     from vllm import LLM
 
-    more = {"load_format": "dummy"} if start == "dummy" else {}
-    llm = LLM(**oracle.engine_arguments(folders.a, **more))
+    more = {**engine, **({"load_format": "dummy"} if start == "dummy" else {})}
+    kind = Bench
+    if "tensor_parallel_size" in engine:
+        from _fuzz_ranks import RankBench
+
+        kind, more["worker_extension_cls"] = RankBench, "_fuzz_ranks.FuzzExtension"
+    place = folders.a if link is None else _cold.point(link, folders.a)
+    llm = LLM(**oracle.engine_arguments(place, **more))
     _cold.KEEP.append(llm)
-    bench = Bench(llm, folders, want, chosen["isolation"])
+    bench = kind(llm, folders, want, chosen["isolation"])
+    bench.lean = chosen.get("undo_budget_bytes") == 0
     results: list[dict[str, Any]] = []
     if start == "dummy":
         from fuzz_streams import Item, Stream
@@ -418,7 +125,12 @@ def execute(
             served=sides.pop() if len(sides) == 1 else "",
             ordered="order" in row.tags,
             staged=bench.staged,
-            entries=[e for e in ENTRIES if e != "path" or start != "dummy"],  # a dummy loader reads no files
+            # A dummy loader reads no files; a session of ours needs the model in this process.
+            entries=[
+                e
+                for e in ENTRIES
+                if not (e == "path" and start == "dummy") and not (e == "session" and kind is not Bench)
+            ],
         )
         began = time.perf_counter()
         entry = {"number": number, "stream": stream.describe(), "wrong": ""}
@@ -446,7 +158,7 @@ def execute(
         scratch = os.environ.get("WEIGHTLIFE_TEST_SCRATCH")
         if scratch and len(results) % 10 == 0:
             (Path(scratch) / "progress").write_text(json.dumps(results))
-    return {"results": results, "references": bench.references}
+    return {"results": results, "references": bench.references, "poisonings": bench.poisonings}
 
 
 def run(
@@ -454,11 +166,30 @@ def run(
     verbose: bool = False, settings: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Verdicts of the numbered streams, each on an engine that a former one left right."""
-    from weightlife.testing import _cold, checkpoints, oracle
+    if str(HERE) not in sys.path:
+        sys.path.insert(0, str(HERE))
+    from _run import _alone
+
+    from weightlife.testing import checkpoints, oracle
 
     os.environ["WEIGHTLIFE_TESTING_CACHE"] = str(cache)
-    for folder in checkpoints.pair(family, root):
-        oracle.cold(folder)
+    chosen = ROUNDS[round_number]
+    engine, environment = chosen.get("engine", {}), environment_of(chosen)
+    link = root / family / "serving" if engine.get("enforce_eager") is False else None
+    with _alone(None if link is None else str(link)):
+        for folder in checkpoints.pair(family, root):
+            oracle.cold(folder, environment=environment, serve_as=link, **engine)
+        return _streams(family, round_number, numbers, root, cache, timeout, verbose, settings)
+
+
+def _streams(
+    family: str, round_number: int, numbers: Sequence[int], root: Path, cache: Path, timeout: float, verbose: bool,
+    settings: dict[str, str] | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    from weightlife.testing import _cold
+
+    chosen = ROUNDS[round_number]
+    engine, environment = chosen.get("engine", {}), environment_of(chosen)
     left, out = list(numbers), []
     while left:
         order = {
@@ -467,10 +198,13 @@ def run(
             "arguments": {
                 "family": family, "round_number": round_number, "numbers": left, "root": str(root), "verbose": verbose, "settings": settings,
             },
-            "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "WEIGHTLIFE_TESTING_CACHE": str(cache)},
+            "environment": {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "WEIGHTLIFE_TESTING_CACHE": str(cache), **environment,
+            },
         }  # fmt: skip
         try:
-            done = _cold.run(order, fresh=False, timeout=timeout)["results"]
+            fresh = _cold.needs_fresh(engine, environment)
+            done = _cold.run(order, fresh=fresh, timeout=timeout)["results"]
         except _cold.JobError as error:
             done = error.progress or []
             number = next(n for n in left if n not in {d["number"] for d in done})
@@ -497,7 +231,10 @@ def main() -> int:
     parser.add_argument("--family", default="all", help="names with commas, or all")
     parser.add_argument("--streams", type=int, default=60, help="a family")
     parser.add_argument(
-        "--round", type=int, default=-1, help=f"settings: 0 to {len(ROUNDS) - 1}; default: by turns"
+        "--round",
+        type=int,
+        default=-1,
+        help=f"settings: 0 to {len(ROUNDS) - 1}; default: the first {len(PLAIN)} by turns",
     )
     parser.add_argument("--seeds", default="", help="numbers with commas instead of --streams")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further family after this")
@@ -519,19 +256,21 @@ def main() -> int:
         if time.monotonic() - began > 60 * options.minutes:
             print(f"{len(families) - place} families are left", flush=True)
             break
-        number = options.round if options.round >= 0 else list(checkpoints.FAMILIES).index(family)
+        number = (
+            options.round if options.round >= 0 else list(checkpoints.FAMILIES).index(family) % len(PLAIN)
+        )
         seeds = [int(n) for n in options.seeds.split(",")] if options.seeds else range(options.streams)
-        wanted = [n for n in seeds if (family, number % len(ROUNDS), n) not in done]
+        wanted = [n for n in seeds if (family, number, n) not in done]
         if not wanted:
             continue
         started = time.monotonic()
         found = run(
-            family, number % len(ROUNDS), wanted, REPOSITORY / ".artifacts" / "checkpoints",
+            family, number, wanted, REPOSITORY / ".artifacts" / "checkpoints",
             REPOSITORY / ".artifacts" / "oracle", verbose=options.verbose,
         )  # fmt: skip
         with results.open("a") as file:
             for row in found:
-                file.write(json.dumps({"family": family, "round": number % len(ROUNDS), **row}) + "\n")
+                file.write(json.dumps({"family": family, "round": number, **row}) + "\n")
         bad = [row for row in found if row["wrong"]]
         wrong += len(bad)
         counts.update(row.get("outcome", "wrong") for row in found)

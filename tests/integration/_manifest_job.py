@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
@@ -10,6 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightlife.testing.checkpoints import tensors as checkpoint_tensors
+
+
+class Nothing(TorchDispatchMode):
+    """A client's mode over a load, as sparse updates use one: which elements it leaves out nobody can tell."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class Rig:
@@ -113,6 +125,19 @@ def broken(folder: Path, scratch: Path, known: Any) -> Iterator[tuple[str, Path]
     shutil.copy(holder(target), target / "zz_stale.safetensors")
     yield "twice", target
 
+    # The index names one of two files for a tensor, and the other one holds an old copy of it.
+    target = copy("stale")
+    from safetensors.torch import load_file, save_file
+
+    old = {n: t for n, t in load_file(holder(target)).items() if n == name}
+    listed = {n: holder(target).name for n in load_file(holder(target))}
+    for path in shards(target):
+        listed.update(dict.fromkeys(load_file(path), path.name))
+    save_file({**old, "weightlife.extra": old[name].clone()}, target / "zz_reused.safetensors")
+    listed["weightlife.extra"] = "zz_reused.safetensors"
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    yield "stale", target
+
     target = copy("missing")
     rewrite_without(holder(target), name)
     (target / "model.safetensors.index.json").unlink(missing_ok=True)
@@ -158,6 +183,65 @@ def announced(rig: Rig, names: list[str], change: Callable[[dict[str, Any]], Non
         rig.llm.collective_rpc("finish_weight_update")
 
     return update
+
+
+def streams(rig: Rig, known: Any) -> dict[str, Callable[[], Any]]:
+    """Updates that only their tensors give away: each must be refused while it arrives, or at its end."""
+    import torch
+
+    import weightlife
+
+    def weights() -> list[tuple[str, Any]]:
+        return [(n, t.clone()) for n, t in checkpoint_tensors(rig.folder(rig.other)).items()]
+
+    def changed(name: str, change: Callable[[Any], Any]) -> list[tuple[str, Any]]:
+        return [(n, change(t) if n == name else t) for n, t in weights()]
+
+    def by_iterator(make: Callable[[], list[tuple[str, Any]]], mode: Any = None) -> Callable[[], Any]:
+        def run() -> None:
+            pairs = make()
+            with mode() if mode is not None else contextlib.nullcontext():
+                rig.llm.collective_rpc(
+                    lambda worker: worker.model_runner.reload_weights(weights_iterator=iter(pairs))
+                )
+
+        return run
+
+    def in_session(make: Callable[[], list[tuple[str, Any]]], **settings: Any) -> Callable[[], Any]:
+        def run() -> None:
+            model = rig.llm.collective_rpc(lambda worker: worker.model_runner)[0].get_model()
+            with weightlife.session(rig.llm, partial="forbid", **settings):
+                model.load_weights(make())
+
+        return run
+
+    def half() -> None:
+        rig.llm.collective_rpc("weightlife_test_layerwise_start")
+        rig.llm.collective_rpc("weightlife_test_load", args=(str(rig.folder(rig.other)), group[1:]))
+        rig.llm.collective_rpc("weightlife_test_layerwise_finish")
+
+    floats = [
+        n for n, t in checkpoint_tensors(rig.folder("a")).items()
+        if known.tensors[n].writes and t.ndim == 2 and t.dtype in (torch.bfloat16, torch.float16)
+    ]  # fmt: skip
+    wide = floats[0]
+    group = next(sorted(g) for g in known.atomic_groups() if len(g) > 1)
+    return {
+        "missing": by_iterator(lambda: [(n, t) for n, t in weights() if n != wide]),
+        "surplus": by_iterator(lambda: [*weights(), *[(n, t) for n, t in weights() if n == wide]]),
+        "unexpected": in_session(
+            lambda: [*weights(), ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(2))],
+            unexpected="refuse",
+        ),
+        "shape": by_iterator(lambda: changed(wide, lambda t: t[:-1].contiguous())),
+        "cast": by_iterator(lambda: changed(wide, lambda t: t.to(torch.int8))),
+        "half": half,
+        "bypass": by_iterator(weights, Nothing),
+        "empty": by_iterator(list),
+        "nonfinite": in_session(
+            lambda: changed(wide, lambda t: t.index_fill(0, torch.tensor([0]), float("nan"))), nonfinite="strict"
+        ),
+    }  # fmt: skip
 
 
 def groups(rig: Rig, known: Any) -> dict[str, Any]:
@@ -235,6 +319,8 @@ def execute(family: str, root: str) -> dict[str, Any]:
             rig, names, lambda i: [i[key].append(i[key][0]) for key in ("names", "dtype_names", "shapes")]
         ),
     )
+    for case, change in streams(rig, known).items():
+        rig.refused(f"stream_{case}", change)
     headers = source_checks.read(rig.folder(rig.other)).headers
     rig.refused(
         "expected_half",

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2] / ".artifacts"
 
 SHORT = 20
 """Streams a family in `make test`: 780 in all."""
-STREAMS = 60  # 39 families and 4 rounds: 9,360 in all
+STREAMS = 60  # 39 families and 4 rounds: 9,360 in all; 2,340 more without undo, 480 compiled and on two ranks
 
 
 def require_right(family: str, number: int, seeds: range, **more: Any) -> list[dict[str, Any]]:
@@ -38,16 +38,43 @@ def require_right(family: str, number: int, seeds: range, **more: Any) -> list[d
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_streams(family: str) -> None:
-    number = list(FAMILIES).index(family) % len(_fuzz_job.ROUNDS)
+    number = list(FAMILIES).index(family) % len(_fuzz_job.PLAIN)
     outcomes = Counter(row["outcome"] for row in require_right(family, number, range(SHORT)))
     assert {ACCEPT, REFUSE} <= set(outcomes)
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2tied", "mixtral", "awq", "gpt_oss", "mamba2"])
+def test_random_streams_without_undo(family: str) -> None:
+    """A failure poisons, or the old weights serve: never anything else, and a complete update heals."""
+    found = require_right(family, _fuzz_job.LEAN, range(SHORT))
+    assert {ACCEPT, REFUSE} <= {row["outcome"] for row in found}
+    assert any(row.get("poisoned") for row in found)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [_fuzz_job.COMPILED[0], _fuzz_job.RANKED[1]], ids=["compiled", "ranks"])
+def test_random_streams_on_other_engines(number: int) -> None:
+    """Compiled code, and two ranks, which must stand alike after each stream."""
+    outcomes = Counter(row["outcome"] for row in require_right("qwen2tied", number, range(10)))
+    assert {ACCEPT, REFUSE} <= set(outcomes)
+
+
+@pytest.mark.vllm
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(len(_fuzz_job.ROUNDS)))
+@pytest.mark.parametrize("number", range(_fuzz_job.LEAN + 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_random_streams(family: str, number: int) -> None:
+    require_right(family, number, range(STREAMS))
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+@pytest.mark.parametrize("number", [*_fuzz_job.COMPILED, *_fuzz_job.RANKED])
+@pytest.mark.parametrize("family", _fuzz_job.FEW)
+def test_many_random_streams_on_other_engines(family: str, number: int) -> None:
     require_right(family, number, range(STREAMS))
 
 

@@ -19,13 +19,14 @@ pytestmark = pytest.mark.vllm
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / ".artifacts" / "checkpoints"
 
-# Dense with a tie, unquantised experts, repacked quantised weights, sinks and fused experts, state space.
-FAMILIES = ("qwen2tied", "mixtral", "awq", "gpt_oss", "mamba2")
+# Dense, dense with a tie, unquantised experts, repacked quantised weights, sinks and fused experts, state space.
+FAMILIES = ("llama", "qwen2tied", "mixtral", "awq", "gpt_oss", "mamba2")
 
 REFUSED = {
     "truncated": errors.TruncatedSourceError,
     "index": errors.SourceIndexError,
     "twice": errors.RepeatedSourceError,
+    "stale": errors.RepeatedSourceError,
     "missing": errors.MissingTensorError,
     "shape": errors.ShapeMismatchError,
     "dtype": errors.DtypeMismatchError,
@@ -33,6 +34,19 @@ REFUSED = {
     "announced_dtype": errors.DtypeMismatchError,
     "announced_twice": errors.SurplusTensorError,
     "expected_half": errors.MissingTensorError,
+}
+
+
+STREAMS = {
+    "missing": errors.MissingTensorError,
+    "surplus": errors.SurplusTensorError,
+    "unexpected": errors.UnexpectedTensorError,
+    "shape": errors.ShapeMismatchError,
+    "cast": errors.DtypeMismatchError,
+    "half": errors.HalfTouchedLayerError,
+    "bypass": errors.BypassError,
+    "empty": errors.EmptyUpdateError,
+    "nonfinite": errors.NonFiniteError,
 }
 
 
@@ -78,6 +92,16 @@ def test_is_refused_before_anything_is_touched(family: str, case: str) -> None:
     assert verdict["code"] == REFUSED[case].code, verdict
     assert verdict["received"] == 0
     assert verdict["outcome"] == ("aborted" if case.startswith("announced") else "refused")
+    assert verdict["old"] == []
+    assert verdict["next"] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_stream_is_refused_before_it_commits(family: str, case: str) -> None:
+    verdict = found(family)[f"stream_{case}"]
+    assert verdict["code"] == STREAMS[case].code, verdict
+    assert verdict["outcome"] == "aborted"
     assert verdict["old"] == []
     assert verdict["next"] == []
 
