@@ -158,6 +158,20 @@ class Bench:
             for position, (name, tensor) in enumerate(self.tensors["a"].items())
         }  # fmt: skip
 
+    def routing(self, dummy: bool) -> str:
+        """What is wrong with where headers said that names would go, or nothing."""
+        import weightlife
+
+        told = weightlife.manifest(self.llm, checkpoint=self.folders.b)
+        differs = weightlife.manifest(self.llm).diff(told)
+        if differs:
+            return f"routed otherwise than loaded: {str(differs)[:300]}"
+        if dummy:
+            notes = " ".join(weightlife.last_report(self.llm).notes)
+            if "it is what the headers had told" not in notes:
+                return f"the first real load after a dummy start: {notes[:300]}"
+        return ""
+
     def _bound(self, manifest: Any) -> dict[str, int]:
         """Names that are one value: large tensors that are equal, and what the model ties."""
         import torch

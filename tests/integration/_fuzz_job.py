@@ -101,6 +101,7 @@ def execute(
     bench = kind(llm, folders, want, chosen["isolation"])
     bench.lean = chosen.get("undo_budget_bytes") == 0
     results: list[dict[str, Any]] = []
+    text = ""
     if start == "dummy":
         from fuzz_streams import Item, Stream
 
@@ -110,11 +111,13 @@ def execute(
         problem = oracle.differences(bench.fingerprint(), want["a"])
         if raised is not None or problem:
             text = f"the first load after a dummy start: {raised!r} {problem[:3]}"
-            return {"results": [{"number": n, "wrong": text, "stream": ""} for n in numbers], "references": 0}
-        bench.learn()
+    text = text or bench.routing(start == "dummy")
+    if text:
+        return {"results": [{"number": n, "wrong": text, "stream": ""} for n in numbers], "references": 0}
+    bench.learn()
+    if start == "dummy":
         bench.now, bench.serving = want["a"], dict.fromkeys(bench.facts, "a")
     else:
-        bench.learn()
         bench.now, bench.serving = bench.fingerprint(), dict.fromkeys(bench.facts, "a")
         bench.compare(bench.now, want["a"], "after the first load")
     for number in numbers:

@@ -564,6 +564,31 @@ def test_some_keys_have_a_wrong_prefix(rig: Rig) -> None:
     rig.update(3)
 
 
+@pytest.mark.parametrize("place", ["", "layers.1"])
+def test_keys_with_a_part_too_many(rig: Rig, place: str) -> None:
+    """Adapters put `base_layer` into the names of the layers that they wrap: all of them, or some."""
+    new = rig.checkpoint(2)
+
+    def wrapped(name: str) -> str:
+        path, _, last = name.rpartition(".")
+        return f"{path}.base_layer.{last}" if name.startswith(place) else name
+
+    wrong = {wrapped(name): value for name, value in new.items()}
+    expected = (errors.EmptyUpdateError, errors.MissingTensorError, errors.UnexpectedTensorError)
+    error = rig.refused(lambda: rig.load(wrong.items()), *expected)
+    assert "base_layer" in str(error)
+    assert place + "." in str(error)
+    rig.update(3)
+
+
+def test_a_tensor_without_elements(rig: Rig) -> None:
+    """A parameter that its sender had not gathered."""
+    stream = {**rig.checkpoint(2), "layers.1.b": torch.empty(0)}
+    error = rig.refused(lambda: rig.load(stream.items()), errors.ShapeMismatchError, tensors=["layers.1.b"])
+    assert "[0]" in str(error)
+    rig.update(3)
+
+
 def test_forward_inside_an_open_session(rig: Rig) -> None:
     new = rig.checkpoint(2)
     with rig.session():

@@ -64,6 +64,29 @@ class TestPrefix:
         sent = {*list(known)[:8], "model.layers.8.weight"}
         assert prefix_change(sent, known) is None
 
+    @pytest.mark.parametrize(
+        ("sent", "known"),
+        [
+            # F28: a suffix that adapters put in, on a layer that has none
+            ("visual.merger.mlp.0.base_layer.weight", "visual.merger.mlp.0.weight"),
+            # F29: a doubled suffix, and a part that a remap left out
+            ("layers.3.feed_forward.experts.w13_weight.weight", "layers.3.feed_forward.experts.w13_weight"),
+            ("layers.3.experts.w13_weight", "layers.3.feed_forward.experts.w13_weight"),
+            # F30: experts that moved under a child
+            ("layers.3.mlp.experts.w2_weight", "layers.3.mlp.experts.routed_experts.w2_weight"),
+        ],
+    )
+    def test_a_part_in_the_middle_is_no_prefix_and_the_name_is_found(self, sent: str, known: str) -> None:
+        names = {known.replace("3", str(layer)) for layer in range(9)} | {
+            f"{known.replace('3', str(layer)).rpartition('.')[0]}.{last}"
+            for layer in range(9)
+            for last in ("bias", "scale")
+        }
+        assert nearest(sent, names) == known
+        others = {sent.replace("3", str(layer)) for layer in range(9)}
+        change = prefix_change(others, names)
+        assert change is None or {change.apply(name) for name in others} <= names
+
     def test_one_short_name_suggests_nothing(self) -> None:
         assert prefix_change(["nowhere.weight"], ["body.weight"]) is None
 
