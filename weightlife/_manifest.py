@@ -27,7 +27,7 @@ __all__ = [
 SCHEMA_VERSION = 1
 KIND = "weightlife.manifest"
 
-# DeepSeek-V3 has 94,000 tensors and about 20 MB of manifest; a hundred times its count is no model.
+# DeepSeek-V3 has 94,000 tensors and 11 MB of manifest; a hundred times its count is no model.
 MAX_BYTES = 256 * 1024 * 1024
 MAX_ITEMS = 2_000_000
 MAX_WRITES = 65_536

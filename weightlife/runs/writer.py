@@ -165,7 +165,7 @@ class RunWriter:
             if seen is not None:
                 self._put(lambda: self._trace_record(event, report, seen))  # type: ignore[arg-type]
             make = state.taught.pop(event.session_id, None)
-            if make is not None:  # last: it may be 20 MB, and the record of the session is wanted more
+            if make is not None:  # last: it may be 11 MB, and the record of the session is wanted more
                 self._put(lambda: self._keep_manifest(state, report, make))  # type: ignore[arg-type]
             # where the last wait was in vain and is not over yet, none is made: a directory that hangs costs once
             self._slow = not self.flush(0 if self._slow else PATIENCE)

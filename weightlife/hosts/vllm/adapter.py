@@ -147,10 +147,10 @@ class VllmHost:
         return self.model.load_weights  # type: ignore[return-value]
 
     def headers(self, path: Any) -> Source | None:
-        """Of all files that a reload by path would read, secondary weights included."""
+        """Of all files that a load of this path would read, secondary weights included."""
         from weightlife.hosts.vllm import sources
 
-        return sources.of(self, path)
+        return sources.of(self, path, dummy="auto")
 
     # -- what may be done --------------------------------------------------------------------------------------
 

@@ -20,16 +20,18 @@ _FORMATS = frozenset({"auto", "hf", "safetensors", "mistral", "fastsafetensors",
 _CONSOLIDATED = ("consolidated*.safetensors", "consolidated.safetensors.index.json")
 
 
-def of(host: Any, path: Any) -> source_checks.Source | None:
+def of(host: Any, path: Any, dummy: str = "") -> source_checks.Source | None:
     """Headers of everything that a reload by path would read, or None where that can't be told beforehand.
 
     Args:
         host: the model's host.
         path: the path that the caller gave; None: the one that is configured.
+        dummy: the format that counts where the engine was started on dummy weights, whose loader reads no files.
     """
     if not isinstance(host, VllmHost):
         return None
     load_format = str(getattr(host.vllm_config.load_config, "load_format", ""))
+    load_format = dummy if dummy and load_format == "dummy" else load_format
     if load_format not in _FORMATS or getattr(host.model, "allow_patterns_overrides", None) is not None:
         return None
     folder = path if path is not None else getattr(host.model_config, "model", None)
