@@ -9,15 +9,29 @@ numbers are bounded, nothing in it is a path that is opened. Standard library on
 from __future__ import annotations
 
 import json
-import math
 import os
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightlife._declared import Known, as_headers, problems
+from weightlife._manifest_rows import (
+    MAX_BYTES,
+    STRATEGIES,
+    LayerEntry,
+    LeftOut,
+    StorageEntry,
+    TensorEntry,
+    Write,
+    natural_of,
+    plain_file,
+    rows_of,
+    storage_of,
+    tensor_of,
+    text_of,
+    texts_of,
+)  # fmt: skip
 from weightlife.errors import CompletenessError, ConfigError, clean
 
 __all__ = [
@@ -26,68 +40,6 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 KIND = "weightlife.manifest"
-
-# DeepSeek-V3 has 94,000 tensors and 11 MB of manifest; a hundred times its count is no model.
-MAX_BYTES = 256 * 1024 * 1024
-MAX_ITEMS = 2_000_000
-MAX_WRITES = 65_536
-MAX_NAME = 4096
-MAX_DIMENSIONS = 32
-MAX_NUMBER = 1 << 62
-
-
-class Write(NamedTuple):
-    """Elements of one storage that a tensor wrote: `offset + sum(i_k * strides[k])` for each index within `shape`."""
-
-    storage: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a complete load: dtype and shape at the sender, and where it went (nowhere: left out by design)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    writes: tuple[Write, ...] = ()
-
-
-@dataclass(frozen=True)
-class StorageEntry:
-    """One piece of memory: elements, their dtype, what is held on it (attribute paths), whose it is, dtypes it took."""
-
-    dtype: str
-    elements: int
-    tensors: tuple[str, ...]
-    layers: tuple[int, ...]
-    takes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LayerEntry:
-    """One module with tensors: how it is reloaded (direct, rebuild, refuse), and why."""
-
-    path: str
-    strategy: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """What a complete load leaves alone by design.
-
-    `what` is "name" (a tensor of the checkpoint that nothing takes) or "tensor" (of the model, of which `elements` of
-    `of` elements are not loaded).
-    """
-
-    what: str
-    name: str
-    why: str
-    elements: int = 0
-    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -292,7 +244,7 @@ class Manifest:
         Raises:
             ConfigError: it is no manifest, or no file of at most 256 MiB. OSError: it can't be read.
         """
-        with open(path, "rb", opener=_plain_file) as file:
+        with open(path, "rb", opener=plain_file) as file:
             text = file.read(MAX_BYTES + 1)
         return cls.from_json(text)
 
@@ -327,12 +279,14 @@ class Manifest:
                 f"schema version {clean(content.get('schema_version'))} of a manifest; {SCHEMA_VERSION} is read",
                 hint="read it with the version of weightlife that wrote it",
             )
-        layers = _rows(content, "layers", lambda r: LayerEntry(_text(r[0]), _text(r[1]), _text(r[2])), 3)
-        storages = _rows(content, "storages", lambda r: _storage(r, len(layers)), 5)
-        tensors = _rows(content, "tensors", lambda r: _tensor(r, storages), 4)
-        left_out = _rows(
+        layers = rows_of(
+            content, "layers", lambda r: LayerEntry(text_of(r[0]), text_of(r[1]), text_of(r[2])), 3
+        )
+        storages = rows_of(content, "storages", lambda r: storage_of(r, len(layers)), 5)
+        tensors = rows_of(content, "tensors", lambda r: tensor_of(r, storages), 4)
+        left_out = rows_of(
             content, "left_out",
-            lambda r: LeftOut(_text(r[0]), _text(r[1]), _text(r[2]), _natural(r[3]), _natural(r[4])), 5,
+            lambda r: LeftOut(text_of(r[0]), text_of(r[1]), text_of(r[2]), natural_of(r[3]), natural_of(r[4])), 5,
         )  # fmt: skip
         if any(layer.strategy not in STRATEGIES for layer in layers):
             raise ConfigError("a manifest with a strategy that there is not")
@@ -340,91 +294,8 @@ class Manifest:
         if len(by_name) != len(tensors):
             raise ConfigError("a manifest with two tensors of one name")
         return cls(
-            _text(content.get("model")), by_name, storages, layers, left_out, _texts(content.get("ties", {})),
-            content.get("provisional") is True, _natural(content.get("rank", 0)),
-            _natural(content.get("world_size", 1)), _natural(content.get("generation", 0)),
-            _texts(content.get("versions", {})),
+            text_of(content.get("model")), by_name, storages, layers, left_out, texts_of(content.get("ties", {})),
+            content.get("provisional") is True, natural_of(content.get("rank", 0)),
+            natural_of(content.get("world_size", 1)), natural_of(content.get("generation", 0)),
+            texts_of(content.get("versions", {})),
         )  # fmt: skip
-
-
-def _plain_file(path: str, flags: int) -> int:
-    """Opens a file without waiting for what may be no file: a pipe would hold its reader for ever."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"{clean(Path(path).name)} is no file")
-    return descriptor
-
-
-STRATEGIES = ("direct", "rebuild", "refuse")
-
-
-def _rows(
-    content: Mapping[str, Any], key: str, make: Callable[[list[Any]], Any], width: int
-) -> tuple[Any, ...]:
-    rows = content.get(key)
-    if not isinstance(rows, list) or len(rows) > MAX_ITEMS:
-        raise ConfigError(f"a manifest whose {key} are no list of at most {MAX_ITEMS}")
-    if not all(isinstance(row, list) and len(row) == width for row in rows):
-        raise ConfigError(f"a manifest whose {key} are no lists of {width}")
-    return tuple(make(row) for row in rows)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise ConfigError(f"a manifest with {clean(repr(value)[:80])} in place of a text")
-    return value
-
-
-def _texts(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MAX_ITEMS:
-        raise ConfigError("a manifest with no mapping of texts where one belongs")
-    return {_text(key): _text(item) for key, item in value.items()}
-
-
-def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NUMBER:
-        raise ConfigError(f"a manifest with {clean(repr(value)[:80])} in place of a natural number")
-    return value
-
-
-def _naturals(value: Any, limit: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > limit:
-        raise ConfigError(f"a manifest with no list of at most {limit} numbers where one belongs")
-    return tuple(_natural(item) for item in value)
-
-
-def _names(value: Any, limit: int) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > limit:
-        raise ConfigError(f"a manifest with no list of at most {limit} texts where one belongs")
-    return tuple(_text(item) for item in value)
-
-
-def _storage(row: list[Any], layers: int) -> StorageEntry:
-    owners = _naturals(row[3], MAX_ITEMS)
-    if any(owner >= layers for owner in owners):
-        raise ConfigError("a manifest with a storage of a layer that there is not")
-    return StorageEntry(
-        _text(row[0]), _natural(row[1]), _names(row[2], MAX_ITEMS), owners, _names(row[4], 64)
-    )
-
-
-def _tensor(row: list[Any], storages: tuple[StorageEntry, ...]) -> TensorEntry:
-    if not isinstance(row[3], list) or len(row[3]) > MAX_WRITES:
-        raise ConfigError(f"a manifest with a tensor of more than {MAX_WRITES} writes")
-    writes = tuple(_write(item, storages) for item in row[3])
-    return TensorEntry(_text(row[0]), _text(row[1]), _naturals(row[2], MAX_DIMENSIONS), writes)
-
-
-def _write(row: Any, storages: tuple[StorageEntry, ...]) -> Write:
-    if not isinstance(row, list) or len(row) != 4:
-        raise ConfigError("a manifest with a write that is no list of 4")
-    made = Write(
-        _natural(row[0]), _natural(row[1]), _naturals(row[2], MAX_DIMENSIONS), _naturals(row[3], MAX_DIMENSIONS)
-    )  # fmt: skip
-    if made.storage >= len(storages) or len(made.shape) != len(made.strides):
-        raise ConfigError("a manifest with a write to a storage that there is not")
-    reach = made.offset + sum((s - 1) * st for s, st in zip(made.shape, made.strides, strict=True))
-    if math.prod(made.shape) and reach >= storages[made.storage].elements:
-        raise ConfigError("a manifest with a write outside of its storage")
-    return made

@@ -156,6 +156,22 @@ class TestRefused:
         with pytest.raises(errors.RoutingError, match="memory that serves"):
             routed(served, weights)
 
+    def test_a_layer_that_can_not_be_shown_without_memory(self) -> None:
+        class Sparse(Branching):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = torch.zeros(4, 4).to_sparse()
+
+            @staticmethod
+            def load(param: torch.Tensor, tensor: torch.Tensor) -> None:
+                param.data.copy_(tensor)
+
+        weights = {**Served(("packed", "norm")).weights, "more.weight": torch.ones(4)}
+        served = Served(lambda: Broken(Sparse), weights=weights)
+        with pytest.raises(errors.RoutingError, match="without memory") as caught:
+            weightlife.manifest(served.model, checkpoint=headers(weights))
+        assert caught.value.layer == "more"
+
     def test_what_a_name_can_not_be(self) -> None:
         served = Served(("packed", "norm"))
         with pytest.raises(errors.RoutingError) as caught, unchanged(served.model):

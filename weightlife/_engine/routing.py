@@ -224,6 +224,11 @@ def route(
                 "a checkpoint can't be routed while a load is open", model=life.name,
                 session=life.session.id if life.session else "",
             )  # fmt: skip
+        if life.plan.refused:
+            layer = life.plan.refused[0]
+            raise errors.RoutingError(
+                f"a layer can't be shown without memory: {layer.reason}", model=life.name, layer=layer.path
+            )
         with shown(life) as stage:
             router = Router(stage)
             try:

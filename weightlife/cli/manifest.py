@@ -21,7 +21,8 @@ import typer
 from rich.table import Table
 
 from weightlife import source_checks
-from weightlife._manifest import STRATEGIES, Manifest
+from weightlife._manifest import Manifest
+from weightlife._manifest_rows import STRATEGIES
 from weightlife.cli.output import BAD, GOOD, doing, emit_json, stderr, stdout, text
 from weightlife.errors import ConfigError, SourceError, WeightlifeError, clean
 from weightlife.report import format_bytes
