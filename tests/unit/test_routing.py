@@ -79,6 +79,17 @@ class Hidden(Branching):
         self.weight = parameter(4, loader=lambda param, tensor: alias.copy_(alias + 1))
 
 
+class Forgiving(Branching):
+    """Swallows what goes wrong."""
+
+    @staticmethod
+    def load(param: torch.Tensor, tensor: torch.Tensor) -> None:
+        try:
+            Branching.load(param, tensor)
+        except Exception:  # noqa: BLE001 - as some loaders do
+            param.data.zero_()
+
+
 class TestTrue:
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_a_routed_manifest_is_that_of_a_load(self, kind: str) -> None:
@@ -137,7 +148,11 @@ class TestTrue:
 class TestRefused:
     @pytest.mark.parametrize(
         ("layer", "said"),
-        [(Branching, "a value of the tensor"), (Foreign, "can't run without values")],
+        [
+            (Branching, "a value of the tensor"),
+            (Foreign, "can't run without values"),
+            (Forgiving, "a value of the tensor"),
+        ],
     )
     def test_a_loader_that_reads_values_is_named(self, layer: type[Layer], said: str) -> None:
         weights = {**Served(("packed", "norm")).weights, "more.weight": torch.ones(4)}
@@ -186,6 +201,34 @@ class TestRefused:
             weightlife.manifest(served.model, checkpoint={})
         with pytest.raises(errors.RoutingError, match="no headers"):
             weightlife.manifest(served.model, checkpoint="/nowhere")
+
+    def test_whatever_happens_the_model_is_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where the tree was half exchanged, and for what is no ordinary exception."""
+        from weightlife._engine import routing
+
+        served = Served(EVERYTHING)
+
+        def interrupted(weights: Any) -> None:
+            next(iter(weights))
+            raise KeyboardInterrupt
+
+        served.host.load = interrupted
+        with unchanged(served.model), pytest.raises(KeyboardInterrupt):
+            weightlife.manifest(served.model, checkpoint=headers(served.weights))
+        made = routing.MetaStage._placeholder
+
+        def breaks(stage: Any, index: int) -> torch.Tensor:
+            if len(stage.placeholders) == 3:
+                raise MemoryError
+            return made(stage, index)
+
+        monkeypatch.setattr(routing.MetaStage, "_placeholder", breaks)
+        with unchanged(served.model), pytest.raises(MemoryError):
+            weightlife.manifest(served.model, checkpoint=headers(served.weights))
+        assert OpenSessions.count == 0
+        new = served.checkpoint(1)
+        served.update(new)
+        assert torch.equal(served.run(), served.expected(new))
 
     def test_while_an_update_is_open(self) -> None:
         served = Served(("packed", "norm"))

@@ -236,6 +236,8 @@ def route(
                     call(router.stream(headers))
             except Exception as error:
                 raise _problem(life, router, error) from error
+            if router.error is not None:  # a loader that catches everything
+                raise _problem(life, router, router.error)
             return router.finish()
 
 
@@ -255,11 +257,11 @@ def shown(life: Lifecycle) -> Iterator[MetaStage]:
     # Passes look at this count first; one that comes from another thread then waits for the turn.
     registry.OpenSessions.count += 1
     token = registry.routing.set(life)
-    stage = MetaStage(life)
     try:
+        stage = MetaStage(life)
         with life.entered():
-            stage.present()
             try:
+                stage.present()
                 yield stage
             finally:
                 stage.revert()
@@ -291,9 +293,14 @@ def compare(life: Lifecycle, session: WeightLoadSession) -> None:
     """After the first real load, which replaced the provisional manifest: say what differed."""
     if life.routed is None:
         return
-    before = export.manifest_of(life, left_out=False, known=life.routed)
-    found = before.diff(export.manifest_of(life, left_out=False))
-    life.routed = None
+    before, life.routed = life.routed, None
+    try:
+        told = export.manifest_of(life, left_out=False, known=before)
+        found = told.diff(export.manifest_of(life, left_out=False))
+    except Exception as error:  # noqa: BLE001 - B serves already
+        text = errors.clean(errors.safe_text(error), 300)
+        session.report.notes.append(f"this load could not be compared with what the headers had told: {text}")
+        return
     if not found:
         session.report.notes.append("this load is the manifest now; it is what the headers had told")
         return
