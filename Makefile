@@ -52,6 +52,10 @@ check: setup ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs
+docs: setup ## build the documentation site in build/site, warnings being errors (fetches nothing)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 .PHONY: test-fast
 test-fast: setup ## unit tests, and four families on the real engine (under 3 minutes)
 	$(PYTEST) -x -m "not slow and not full and not gpu" tests/unit $(PYTEST_ARGS)

@@ -17,7 +17,7 @@ readonly FLOORS="scripts/floor-constraints.txt"
 
 kind="${1:-}"
 case "$kind" in
-  host) venv=.venv; extras="host-cpu,dev,otel,cli,triton" ;;
+  host) venv=.venv; extras="host-cpu,dev,otel,cli,triton,docs" ;;
   plain) venv=.venv-plain; extras="test" ;;
   floor) venv=.venv-floor; extras="test" ;;
   ray) venv=.venv-ray; extras="" ;;

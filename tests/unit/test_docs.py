@@ -11,25 +11,32 @@ from pathlib import Path
 import pytest
 
 import weightlife
+from scripts import generate_docs
 from weightlife import _api, errors
+from weightlife._engine.states import TRANSITIONS, State
 from weightlife.config import Settings, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md",
+    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md",
 ]  # fmt: skip
 EXPECTED = {
     "architecture",
     "command-line",
+    "concepts",
     "decisions",
     "digests",
+    "errors",
     "field-reports",
     "full-results",
     "not-covered",
+    "quickstart",
     "reading-the-report",
     "settings",
+    "symptoms",
     "tracing",
 }
+GUIDES = {"custom-loader", "openrlhf", "skyrl-nemo-rl", "trl", "verl", "vllm-serve"}
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -67,6 +74,7 @@ def code(cell: str) -> str:
 
 def test_every_page_is_there() -> None:
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} >= EXPECTED
+    assert {path.stem for path in (ROOT / "docs" / "guides").glob("*.md")} >= GUIDES
 
 
 class TestPages:
@@ -101,9 +109,11 @@ class TestPages:
 
     @page
     def test_every_page_is_reached_from_the_readme(self, path: Path) -> None:
+        """Guides by way of the quick start."""
         if path.name == "README.md":
             return
-        assert f"({path.relative_to(ROOT).as_posix()}" in (ROOT / "README.md").read_text(encoding="utf-8")
+        front = ROOT / ("docs/quickstart.md" if path.parent.name == "guides" else "README.md")
+        assert f"({path.relative_to(front.parent).as_posix()}" in front.read_text(encoding="utf-8")
 
 
 class TestSettings:
@@ -132,22 +142,56 @@ class TestSettings:
         assert idle == [], "a setting that nothing reads"
 
 
-def test_the_table_of_errors_is_the_tree() -> None:
-    want = [
-        [
-            name,
-            cls.__name__,
-            [base.__name__ for base in cls.__bases__ if base is not Exception],
-            (cls.__doc__ or "").splitlines()[0],
-            cls.default_hint,
+def test_what_is_generated_is_up_to_date() -> None:
+    """Otherwise: `python scripts/generate_docs.py`."""
+    assert generate_docs.stale() == []
+
+
+class TestErrors:
+    """docs/errors.md against the tree, without the script that writes the page."""
+
+    path = ROOT / "docs" / "errors.md"
+
+    def test_every_error_has_a_row_with_its_bases(self) -> None:
+        want = [
+            [name, cls.__name__, [base.__name__ for base in cls.__bases__ if base is not Exception]]
+            for name, cls in sorted(errors.CODES.items())
         ]
-        for name, cls in sorted(errors.CODES.items())
-    ]
-    got = [
-        [code(a), code(b), re.findall(r"`(\w+)`", c), d, e]
-        for a, b, c, d, e in rows(ROOT / "docs" / "reading-the-report.md", "code")
-    ]
-    assert got == want
+        got = [
+            [re.findall(r"`(\w+)`", a)[0], code(b), re.findall(r"`(\w+)`", c)]
+            for a, b, c, _ in rows(self.path, "code")
+        ]
+        assert got == want
+
+    @pytest.mark.parametrize("name", sorted(errors.CODES))
+    def test_every_error_has_a_section_with_its_next_step(self, name: str) -> None:
+        cls = errors.CODES[name]
+        found = re.search(rf"^### {name}\n(.*?)(?=^### |\Z)", self.path.read_text(), re.MULTILINE | re.DOTALL)
+        assert found is not None
+        assert f"`{cls.__name__}`. {(cls.__doc__ or '').splitlines()[0]}" in found[1]
+        assert f"**Next step:** {cls.default_hint}." in found[1]
+
+    def test_codes_that_nothing_raises_are_called_reserved(self) -> None:
+        text = self.path.read_text()
+        reserved = re.findall(r"^### (WL\d+)\n(?:(?!^### ).*\n)*?Reserved", text, re.MULTILINE)
+        assert reserved == ["WL303", "WL402"]
+
+
+class TestStates:
+    """The drawing and the diagram against the table that the engine follows."""
+
+    def test_every_step_is_in_both(self) -> None:
+        diagram = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+        svg = (ROOT / "docs" / "assets" / "session-states.svg").read_text(encoding="utf-8")
+        steps = 0
+        for old, targets in TRANSITIONS.items():
+            assert f">{old.name}</text>" in svg
+            for new, why in targets.items():
+                steps += 1
+                assert f"    {old.name} --> {new.name}: {why.replace(';', ',')}\n" in diagram
+                assert f">{why}</text>" in svg
+        assert svg.count("<path") == steps + 2  # the arrow's tip, and the way into a poisoned model
+        assert set(TRANSITIONS) == set(State)
 
 
 class TestFieldReports:

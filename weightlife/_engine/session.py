@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 import uuid
@@ -22,6 +21,7 @@ from weightlife._engine.intake import Intake
 from weightlife._engine.operators import CustomOperators
 from weightlife._engine.receive import Receiver
 from weightlife._engine.stage import Stage
+from weightlife._engine.states import State, move
 from weightlife._engine.streaming import Streamer
 from weightlife.report import LoadReport
 
@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.sent import Sent
     from weightlife.config import Settings
-
-
-class State(enum.Enum):
-    """Where a session stands. `ABORTED` is reached from anywhere."""
-
-    IDLE = "idle"
-    PREPARED = "prepared"
-    RECEIVING = "receiving"
-    PROCESSING = "processing"
-    VALIDATING = "validating"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
 
 
 class WeightLoadSession:
@@ -72,7 +60,7 @@ class WeightLoadSession:
         self.opened_by = opened_by
         self.explicit = explicit
         self.partial = partial
-        self.state = State.IDLE
+        self._state = State.IDLE
         self.settings = settings or life.settings
         self.announced: dict[str, Header] | None = None  # all that may arrive, where the sender said so
         self.waited_batches = 0
@@ -100,6 +88,15 @@ class WeightLoadSession:
             isolation=self.settings.isolation, versions=life.host.versions(),
         )  # fmt: skip
         self.account = Account(self.report, life.model)
+
+    @property
+    def state(self) -> State:
+        """Where the session stands; setting it takes a step of `states.TRANSITIONS`, or raises SessionStateError."""
+        return self._state
+
+    @state.setter
+    def state(self, new: State) -> None:
+        self._state = move(self._state, new)
 
     # -- phases ------------------------------------------------------------------------------------------------
 
