@@ -233,8 +233,16 @@ class TestMetrics:
         assert used["exporters"] == declared["exporters"] | declared["connectors"]
         assert used["processors"] == declared["processors"]
         # a connector ends one pipeline and begins another
-        assert "spanmetrics" in collector["service"]["pipelines"]["traces"]["exporters"]
+        assert "spanmetrics" in collector["service"]["pipelines"]["traces/all"]["exporters"]
         assert "spanmetrics" in collector["service"]["pipelines"]["metrics"]["receivers"]
+
+    def test_metrics_are_made_of_all_spans_and_jaeger_gets_a_choice(self, collector):
+        pipelines = collector["service"]["pipelines"]
+        assert pipelines["traces"]["exporters"] == ["otlp/jaeger"]
+        assert "tail_sampling" in pipelines["traces"]["processors"]
+        # batches come after: the processor puts spans together anew
+        assert pipelines["traces"]["processors"][-1] == "batch"
+        assert "tail_sampling" not in pipelines["traces/all"]["processors"]
 
     def test_traces_go_to_jaeger(self, compose, collector, config):
         host, port = collector["exporters"]["otlp/jaeger"]["endpoint"].split(":")
@@ -312,3 +320,170 @@ class TestMetrics:
             if not any(c.startswith(g["metric_name"].replace(".", "_")) for c in covered)
         ]
         assert set(missing) == {"weightlife.tensor.received", "weightlife.tensor.copied"}
+
+
+class TestUserInterface:
+    """Jaeger's own, which is told where attributes and traces lead."""
+
+    @pytest.fixture(name="ui", scope="class")
+    @staticmethod
+    def _ui() -> dict[str, Any]:
+        return json.loads((ROOT / "otel" / "jaeger-ui.json").read_text(encoding="utf-8"))
+
+    def test_the_file_is_mounted_where_jaeger_is_told_to_look(self, jaeger, config):
+        path = config["extensions"]["jaeger_query"]["ui"]["config_file"]
+        assert _mounts(jaeger)[path] == ("./otel/jaeger-ui.json", "ro")
+
+    def test_keys_and_types_are_those_of_jaegers_configuration(self, ui):
+        """Of `Config` in jaeger-ui's packages/jaeger-ui/src/types/config.ts: the keys that are used here."""
+        assert set(ui) <= {
+            "themes",
+            "criticalPathEnabled",
+            "topTagPrefixes",
+            "linkPatterns",
+            "search",
+            "menu",
+        }
+        for pattern in ui["linkPatterns"]:
+            assert set(pattern) == {"type", "url", "text"} | (
+                {"key"} if pattern["type"] != "traces" else set()
+            )
+            assert pattern["type"] in ("process", "tags", "logs", "traces")
+
+    def test_link_patterns_are_about_what_is_emitted(self, ui):
+        from weightlife.otel import names
+
+        of_a_trace = {"traceID", "traceName", "duration", "startTime", "endTime"}
+        for pattern in ui["linkPatterns"]:
+            filled = re.findall(r"#{([^}]+)}", pattern["url"] + pattern["text"])
+            assert filled
+            if pattern["type"] == "traces":
+                for parameter in filled:
+                    name, *functions = (part.strip() for part in parameter.split("|"))
+                    assert name in of_a_trace
+                    assert all(re.fullmatch(r"add -?\d+|epoch_micros_to_date_iso", f) for f in functions)
+                continue
+            assert pattern["key"] in names.TYPES
+            for parameter in filled:
+                # formatting functions are known for whole traces only
+                assert parameter == pattern["key"] or parameter.removeprefix("trace.") in of_a_trace
+            assert pattern["url"].startswith("/trace/#{trace.traceID}")
+        for prefix in ui["topTagPrefixes"]:
+            assert any(name.startswith(prefix) for name in names.TYPES), prefix
+
+    def test_the_dashboard_is_where_a_trace_leads(self, compose, ui):
+        (pattern,) = (p for p in ui["linkPatterns"] if p["type"] == "traces")
+        target = urlsplit(pattern["url"].partition("?")[0])
+        board = json.loads((ROOT / "otel" / "grafana" / "weightlife.json").read_text(encoding="utf-8"))
+        assert target.path == f"/d/{board['uid']}"
+        assert (target.hostname, target.port) == _published(compose["services"]["grafana"])[3000]
+
+
+# Of config.schema.yaml in the collector's processor/tailsamplingprocessor: what the policies used here may hold.
+POLICIES = {
+    "status_code": {"status_codes"},
+    "string_attribute": {"key", "values", "enabled_regex_matching", "cache_max_size", "invert_match"},
+    "latency": {"threshold_ms", "upper_threshold_ms"},
+    "probabilistic": {"sampling_percentage", "hash_salt"},
+    "and": {"and_sub_policy"},
+}
+
+
+def kept(policy: dict[str, Any], trace: list[dict[str, Any]]) -> bool:
+    """Whether a policy of the collector's tail sampling keeps a trace, as its documentation describes them."""
+    kind = policy["type"]
+    how = policy[kind]
+    if kind == "status_code":
+        return any(span["status"] in how["status_codes"] for span in trace)
+    if kind == "latency":
+        lasted = max(span["end"] for span in trace) - min(span["start"] for span in trace)
+        return lasted * 1000 > how["threshold_ms"]
+    if kind == "string_attribute":
+        found = [span["attributes"].get(how["key"]) for span in trace]
+        if how.get("enabled_regex_matching"):
+            return any(value is not None and re.search(p, value) for value in found for p in how["values"])
+        return any(value in how["values"] for value in found)
+    if kind == "probabilistic":
+        return how["sampling_percentage"] >= 100
+    assert kind == "and", kind
+    return all(kept(sub, trace) for sub in how["and_sub_policy"])
+
+
+class TestTailSampling:
+    """Every load stays, and whatever failed or was slow; requests are thinned out."""
+
+    @pytest.fixture(name="sampling", scope="class")
+    @staticmethod
+    def _sampling(collector: dict[str, Any]) -> dict[str, Any]:
+        return collector["processors"]["tail_sampling"]
+
+    def policies(self, sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        top = sampling["policies"]
+        return [*top, *(sub for policy in top for sub in policy.get("and", {}).get("and_sub_policy", []))]
+
+    def test_policies_are_those_of_the_schema(self, sampling):
+        assert set(sampling) <= {"decision_wait", "num_traces", "expected_new_traces_per_sec", "policies"}
+        every = self.policies(sampling)
+        assert len({policy["name"] for policy in every}) == len(every)
+        for policy in every:
+            assert set(policy) == {"name", "type", policy["type"]}
+            assert set(policy[policy["type"]]) <= POLICIES[policy["type"]]
+
+    def test_attributes_and_values_are_those_that_are_emitted(self, sampling):
+        from weightlife.otel import generate_names
+
+        declared = {
+            a["id"]: a["type"] for g in generate_names.load_registry() for a in g["attributes"] if "id" in a
+        }
+        for policy in self.policies(sampling):
+            if policy["type"] != "string_attribute":
+                continue
+            how = policy["string_attribute"]
+            kind = declared[how["key"]]
+            if not how.get("enabled_regex_matching"):
+                assert set(how["values"]) <= {member["value"] for member in kind["members"]}
+            if how["key"] == "weightlife.session.operation":
+                assert set(how["values"]) == {member["value"] for member in kind["members"]}
+            if how["key"] == "weightlife.session.outcome":
+                assert {m["value"] for m in kind["members"]} - set(how["values"]) == {"committed", "observed"}
+
+    @pytest.mark.parametrize(
+        ("trace", "stays"),
+        [
+            ([{"outcome": "aborted", "status": "ERROR"}], True),
+            ([{"outcome": "refused"}], True),
+            ([{"outcome": "committed", "end": 58}], True),
+            ([{"outcome": "committed"}], True),
+            ([{"method": "start_weight_update"}], True),
+            ([{}, {"status": "ERROR"}], True),
+            ([{}, {"start": 3, "end": 14}], True),
+            ([{}, {}], False),
+        ],
+    )
+    @pytest.mark.parametrize("percentage", [100, 0])
+    def test_what_stays(self, sampling, trace, stays, percentage):
+        """With no share of the good and fast loads, too: nothing that failed or was slow may hang on it."""
+        if percentage == 0 and trace == [{"outcome": "committed"}]:
+            stays = False
+        spans = [
+            {
+                "status": span.get("status", "UNSET"),
+                "start": span.get("start", 0),
+                "end": span.get("end", 1),
+                "attributes": {
+                    **({"weightlife.session.outcome": span["outcome"], "weightlife.session.operation": "reload"}
+                       if "outcome" in span else {}),
+                    **({"weightlife.rpc.method": span["method"]} if "method" in span else {}),
+                },
+            }
+            for span in trace
+        ]  # fmt: skip
+        chosen = json.loads(json.dumps(sampling["policies"]))
+        for policy in chosen:
+            for sub in policy.get("and", {}).get("and_sub_policy", []):
+                if sub["type"] == "probabilistic":
+                    sub["probabilistic"]["sampling_percentage"] = percentage
+        assert any(kept(policy, spans) for policy in chosen) is stays
+
+    def test_the_decision_waits_for_the_load_that_everybody_complains_of(self, sampling):
+        assert int(sampling["decision_wait"].removesuffix("s")) > 58
