@@ -118,6 +118,17 @@ class TestReport:
         assert rows["receive"]["ratio"] == pytest.approx(2.0)
         assert rows["copy_back"]["ratio"] == pytest.approx(1.0)
 
+    def test_says_what_the_time_went_into_and_what_was_noted(self, call: Call, tmp_path: Path) -> None:
+        maker = runmaker.Maker(tmp_path / "run")
+        spent = {"loaders": 0.5, "between_calls": 8.0, "ranks": 0.0}
+        maker.load(
+            attributed=spent, processing={"A": 3.0}, notes=["a batch ran on the old weights", "\x1b[31m"]
+        )
+        _, out, _ = call("report", maker.done())
+        assert "  of which  between_calls 8.0s, hooks of A 3.0s, loaders 500ms\n" in out
+        assert "  note: a batch ran on the old weights\n" in out
+        assert ESCAPE not in out
+
     def test_comparison_in_words(self, call: Call, usual: Path, good: Path) -> None:
         _, out, _ = call("report", usual, "--compare", good)
         assert re.search(r"receive +5\.0s -> +9\.9s +▲ 2\.00 times, slower", out)

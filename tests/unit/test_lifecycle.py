@@ -694,6 +694,10 @@ class TestGuard:
         served.weights = checkpoint
         assert torch.equal(served.run(), served.expected())
         assert served.life.session is None
+        report = served.life.reports[-1]
+        assert report.outcome == "committed"
+        (note,) = (note for note in report.notes if "ran on the old weights" in note)
+        assert "body.inner.0.k" in note  # what it waited for
 
     def test_past_its_patience_it_is_dropped_and_the_clients_next_call_raises(self) -> None:
         served = Served(("fused_packed", "dense"), implicit_patience=2)

@@ -57,7 +57,10 @@ def _settle_implicit(life: Lifecycle) -> None:
         session.waited_batches += 1
         if not session.warned:
             session.warned = True
-            life.note(f"a batch met an update that is not complete and ran on the old weights: {error}")
+            message = f"a batch met an update that is not complete and ran on the old weights: {error}"
+            life.note(message)
+            # If the rest still comes it commits, and nothing else would tell that requests were answered by A.
+            session.report.notes.append(errors.clean(message, 500))
         if session.waited_batches > life.settings.implicit_patience:
             life.failed = errors.SessionFailedError(
                 f"the update stayed incomplete for {session.waited_batches} batches and was dropped: {error.message}",

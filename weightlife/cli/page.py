@@ -160,7 +160,7 @@ def _load(update: Update, longest: float, sessions: dict[int, int]) -> dict[str,
         "more_problems": max(0, len(found) - _PROBLEMS),
         "changes": [{"path": path, "kind": kind, "detail": _rest(more)} for path, kind, more in changes[:_CHANGES]],
         "change_count": len(changes),
-        "notes": list(dict.fromkeys(note for s in update.ranks for note in s.report.notes))[:20],
+        "notes": view.notes(update),
     }  # fmt: skip
 
 

@@ -83,6 +83,12 @@ def _print_load(update: Update) -> None:
         out.print(
             text(f"  {clean(name, 40):<{width}}  {format_seconds(seconds):>7} {share:5.1f} %  {bar}{more}")
         )
+    parts = sorted(view.attributed(slowest).items(), key=lambda item: -item[1])[:8]
+    if parts:
+        spent = ", ".join(f"{clean(name, 60)} {format_seconds(seconds)}" for name, seconds in parts)
+        out.print(text(f"  of which  {spent}", limit=1000))
+    for note in view.notes(update):
+        out.print(text(f"  note: {note}", limit=600))
     for problem in view.problems(update)[:20]:
         out.print(text(f"  {problem.code or 'error'} {problem.message}", "red", 600))
         if problem.layer:

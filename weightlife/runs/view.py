@@ -18,8 +18,8 @@ from weightlife.report import LoadReport, format_bytes, format_seconds
 from weightlife.runs.reader import Run, StoredSession
 
 __all__ = [
-    "PHASES", "RESULTS", "Problem", "Segment", "Update", "compare", "headline", "layer_seconds", "problems", "rate",
-    "segments", "times", "to_dict", "updates",
+    "PHASES", "RESULTS", "Problem", "Segment", "Update", "compare", "headline", "layer_seconds", "notes", "problems",
+    "rate", "segments", "times", "to_dict", "updates",
 ]  # fmt: skip
 
 PHASES = {
@@ -182,6 +182,11 @@ def attributed(session: StoredSession) -> dict[str, float]:
             if isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0:
                 out[f"{'hooks of ' if key == 'processing' else ''}{name}"] = float(seconds)
     return out
+
+
+def notes(update: Update) -> list[str]:
+    """What the ranks noted, each thing once, at most twenty."""
+    return list(dict.fromkeys(note for s in update.ranks for note in s.report.notes))[:20]
 
 
 def layer_seconds(session: StoredSession) -> dict[str, float]:
