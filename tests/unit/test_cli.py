@@ -57,6 +57,24 @@ def _good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return maker.done()
 
 
+def leaves(app: Any) -> list[tuple[str, Any]]:
+    """Every command with its full name."""
+    import typer.main
+
+    out: list[tuple[str, Any]] = []
+
+    def walk(command: Any, name: str) -> None:
+        for key, child in getattr(command, "commands", {}).items():
+            full = f"{name} {key}"
+            if hasattr(child, "commands"):
+                walk(child, full)
+            else:
+                out.append((full, child))
+
+    walk(typer.main.get_command(app), "weightlife")
+    return out
+
+
 class TestReport:
     def test_shows_loads_the_failed_one_in_full_and_the_next_step(self, call: Call, usual: Path) -> None:
         code, out, err = call("report", usual)
@@ -445,6 +463,56 @@ class TestManners:
         assert ESCAPE not in done.stdout + done.stderr
         assert max(map(len, done.stdout.splitlines())) > 80  # and lines are not cut to a screen
 
+    @staticmethod
+    def in_a_pipe(args: list[str]) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
+        return subprocess.run(
+            [sys.executable, "-m", "weightlife", *args],
+            capture_output=True, text=True, timeout=60, cwd=ROOT, check=False, env={**env, "TERM": "xterm-256color"},
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("args", "code"),
+        [
+            (["report", "{usual}"], 1),
+            (["report", "{good}"], 0),
+            (["report", "{nowhere}"], 2),
+            (["trace", "tail", "{usual}", "--once"], 1),
+            (["trace", "tail", "{good}", "--once"], 0),
+            (["demo"], 0),
+            (["doctor", "--timeout", "0.2"], 2),  # vLLM does not import in that time
+            (["seams", "--timeout", "0.2"], 2),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+    )
+    def test_every_command_says_the_same_in_text_in_json_and_without_colour(
+        self, args: list[str], code: int, usual: Path, good: Path, tmp_path: Path
+    ) -> None:
+        colour = re.compile(r"\x1b\[[\d;]*(?:3[0-7]|38;[\d;]+|9[0-7])m")
+        args = [a.format(usual=usual, good=good, nowhere=tmp_path / "nowhere") for a in args]
+        piped = self.in_a_pipe(args)
+        assert piped.returncode == code, piped.stderr
+        assert ESCAPE not in piped.stdout + piped.stderr
+        machine = self.in_a_pipe([*args, "--json"])
+        assert machine.returncode == code, machine.stderr
+        assert ESCAPE not in machine.stdout + machine.stderr
+        documents = (
+            machine.stdout.splitlines() if args[0] == "trace" else [machine.stdout] if machine.stdout else []
+        )
+        assert all(json.loads(document)["schema_version"] for document in documents)
+        assert documents or machine.stderr  # what can't be read is said there
+        shown = self.on_a_terminal(args, NO_COLOR="1")
+        assert shown
+        assert not colour.search(shown)
+
+    @pytest.mark.parametrize("name", [name for name, _ in leaves(commands.app)])
+    def test_wrong_usage_is_exit_code_2_with_nothing_on_stdout(self, name: str) -> None:
+        done = self.in_a_pipe([*name.split()[1:], "--no-such-option"])
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "no-such-option" in done.stderr
+        assert ESCAPE not in done.stderr
+
     def test_json_on_a_terminal_is_json(self, usual: Path) -> None:
         text = self.on_a_terminal(["report", str(usual), "--json"])
         assert json.loads(text[text.index("{") : text.rindex("}") + 1])["loads"]
@@ -491,24 +559,6 @@ class TestManners:
         )
         assert done.stdout == "weightlife 0.1.0\n"
         assert time.monotonic() - started < 10
-
-
-def leaves(app: Any) -> list[tuple[str, Any]]:
-    """Every command with its full name."""
-    import typer.main
-
-    out: list[tuple[str, Any]] = []
-
-    def walk(command: Any, name: str) -> None:
-        for key, child in getattr(command, "commands", {}).items():
-            full = f"{name} {key}"
-            if hasattr(child, "commands"):
-                walk(child, full)
-            else:
-                out.append((full, child))
-
-    walk(typer.main.get_command(app), "weightlife")
-    return out
 
 
 class TestDocumentation:
