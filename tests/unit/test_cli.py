@@ -479,7 +479,6 @@ class TestManners:
             (["report", "{nowhere}"], 2),
             (["trace", "tail", "{usual}", "--once"], 1),
             (["trace", "tail", "{good}", "--once"], 0),
-            (["demo"], 0),
             (["doctor", "--timeout", "0.2"], 2),  # vLLM does not import in that time
             (["seams", "--timeout", "0.2"], 2),
         ],

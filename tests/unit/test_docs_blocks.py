@@ -83,6 +83,7 @@ def test_cheap_commands_are_run(command: str, workplace: Path) -> None:
     )  # fmt: skip
     # The stored run ends with a load that failed, which is exit code 1.
     assert done.returncode == (1 if words[1] in ("report", "trace") else 0), done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # no colour in a pipe
     for flag in ("-o", "--output"):
         if flag in words:
             assert (workplace / words[words.index(flag) + 1]).read_text().startswith("<!doctype html>")
