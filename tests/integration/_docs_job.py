@@ -91,6 +91,7 @@ class Bench:
             "llm": self.llm,
             "worker": self.worker,
             "path": str(self.b),
+            "folder": self.b,
             "file": self.scratch / "manifest.json",
             "trained": trained,
             "buckets": buckets(new),
