@@ -413,8 +413,9 @@ class WeightLoadSession:
         if self.receiver is not None:
             account.source_seconds = self.receiver.source_seconds
         account.total(outcome, self.intake.tensors, self.intake.nbytes)
-        if self.intake.epochs > 1:
-            report.notes.append(f"{self.intake.epochs} epochs: later values replaced earlier ones")
+        again = self.intake.epochs - 1
+        if again:
+            report.notes.append(f"layers were sent anew {again} times: later values replaced earlier ones")
         account.layers(life.plan, touched)
         if outcome == "committed":
             report.notes += life.notes_after_commit()
