@@ -15,6 +15,7 @@ from weightlife import errors
 from weightlife._version import __version__
 
 if TYPE_CHECKING:
+    from weightlife._addresses import declare, seal
     from weightlife._api import (
         configure_otel,
         install,
@@ -42,6 +43,8 @@ _LAZY = {
     "manifest": "weightlife._api",
     "manifests": "weightlife._api",
     "Manifest": "weightlife._manifest",
+    "declare": "weightlife._addresses",
+    "seal": "weightlife._addresses",
     "check_digests": "weightlife._integrity",
     "digest": "weightlife._integrity",
     "expect": "weightlife._integrity",
@@ -51,9 +54,9 @@ _LAZY = {
 }
 
 __all__ = [
-    "Manifest", "__version__", "abort", "check_digests", "configure_otel", "digest", "errors", "expect", "install",
-    "last_report", "last_reports", "manifest", "manifests", "observe", "session", "status", "uninstall", "watch",
-    "wrap_loader",
+    "Manifest", "__version__", "abort", "check_digests", "configure_otel", "declare", "digest", "errors", "expect",
+    "install", "last_report", "last_reports", "manifest", "manifests", "observe", "seal", "session", "status",
+    "uninstall", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@
     |   +-- RefusedLayerError    WL302
     |   +-- BudgetError          WL303
     |   +-- NotAdoptableError    WL304
+    |   +-- StaleDerivedError    WL305
     +-- ProcessingError          WL400
     |   +-- DoubleProcessingError WL401
     |   +-- EarlyProcessingError WL403
@@ -102,6 +103,7 @@ __all__ = [
     "ShapeMismatchError",
     "SourceError",
     "SourceIndexError",
+    "StaleDerivedError",
     "StorageError",
     "StorageMovedError",
     "SurplusTensorError",
@@ -410,6 +412,15 @@ class NotAdoptableError(StorageError):
 
     code = "WL304"
     default_hint = "use storage='auto' or storage='pinned'"
+
+
+class StaleDerivedError(StorageError):
+    """A number that the host derived from a weight is not that weight's."""
+
+    code = "WL305"
+    default_hint = (
+        "the layer's processing must set it again from the new weights; contract='warn' lets it pass"
+    )
 
 
 class ProcessingError(WeightlifeError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, export, ranks, registry, routing, runtime, slots, streaming
+from weightlife._engine import contract, export, ranks, registry, routing, runtime, seal, slots, streaming
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
@@ -93,6 +93,7 @@ class Lifecycle(Teller):
         self.turn = Turn()
         self.expected: dict[str, Any] | None = None  # a sender's table, until an update has met it
         self.digests = runtime.Digests(self)
+        self.addresses = seal.Seal(self)
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self._units: tuple[Manifest, list[Unit]] | None = None
@@ -413,6 +414,7 @@ class Lifecycle(Teller):
         self.first = None
         self.status = "ready"
         self.seal()
+        self.addresses.take()
         self.digests.keep(report)
         if manifest.provisional and (told := routing.at_start(self)):
             report.notes.append(told)

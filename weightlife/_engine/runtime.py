@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 
 def tensors(
-    model: torch.nn.Module, skip: Callable[[Any], bool], transient: Callable[[str], bool]
+    model: torch.nn.Module,
+    skip: Callable[[Any], bool],
+    transient: Callable[[str], bool],
+    declared: Iterable[slots.Declared] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(path, tensor) of all runtime storage with bytes to look at.
 
     Left out are paths that are `transient` (what requests leave behind), and the integers of an owner with a
     finaliser, which are addresses of native memory.
     """
-    holders, states = slots.walk(model, skip)
+    holders, states = slots.walk(model, skip, declared)
     for ident, state in states.items():
         holder = holders[ident]
         native = slots.is_opaque(holder.obj)
@@ -45,10 +48,14 @@ def tensors(
 
 
 def table(
-    model: torch.nn.Module, skip: Callable[[Any], bool], transient: Callable[[str], bool], **more: Any
+    model: torch.nn.Module,
+    skip: Callable[[Any], bool],
+    transient: Callable[[str], bool],
+    declared: Iterable[slots.Declared] = (),
+    **more: Any,
 ) -> digests.Table:
     """The table of digests of a model, by path. Two paths to one piece of memory cost one digest."""
-    found = list(tensors(model, skip, transient))
+    found = list(tensors(model, skip, transient, declared))
     unique: dict[tuple[Any, ...], int] = {}
     places: list[int] = []
     wanted: list[torch.Tensor] = []
@@ -84,7 +91,7 @@ class Digests:
         life = self._life()
         assert life is not None
         return table(
-            life.model, life.host.skip, life.host.transient,
+            life.model, life.host.skip, life.host.transient, life.addresses.declared.values(),
             name=life.name, rank=life.host.rank()[0], generation=life.generation,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, operators, processing, storage
+from weightlife._engine import completeness, fill, operators, processing, seal, storage
 from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
@@ -138,11 +138,12 @@ class WeightLoadSession:
                 self.life.vote(False, self)
                 raise
         storage.choose(self)
+        life.addresses.begin(self)
         isolated = self.settings.isolation == "staged"
         self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"
         self.stage = Stage(
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
-            isolated, life.fill,
+            isolated, life.fill, life.addresses.declared.values(),
         )  # fmt: skip
         resized = self.stage.resized(life.manifest.expected)
         if resized is not None:
@@ -318,7 +319,11 @@ class WeightLoadSession:
             self.stage.put_back_unmade(self.idle)
         self.phase("validate")
         self.state = State.VALIDATING
-        settlement = storage.Settler(self.stage).settle()
+        self.life.addresses.mirrors(self)
+        settler = storage.Settler(self.stage)
+        settlement = settler.settle()
+        self.life.addresses.hold(self, settler)
+        settlement.changes += seal.kept_derived(self)
         storage.check(self, settlement)
         self.life.vote(True, self)
         self.phase("copy_back")
@@ -380,6 +385,7 @@ class WeightLoadSession:
         if self.report.storage == "pinned":
             size = storage.commit_pinned(stage, settlement, self.operators, storage.copier(self))
             self.copied(len(settlement.moves), size)
+            life.addresses.verify(self)
         # What native code of layers that were not made again still points to stays, too.
         kept = [(owners, memory) for owners, memory in life.keep_alive if not owners <= self.processed]
         life.keep_alive = kept + self.kept_alive + settlement.keep_alive
@@ -413,6 +419,7 @@ class WeightLoadSession:
         if self.receiver is not None:
             account.source_seconds = self.receiver.source_seconds
         account.total(outcome, self.intake.tensors, self.intake.nbytes)
+        life.addresses.end(self, outcome == "committed")
         again = self.intake.epochs - 1
         if again:
             report.notes.append(f"layers were sent anew {again} times: later values replaced earlier ones")

@@ -14,7 +14,7 @@ import inspect
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,36 @@ class Holder:
     @property
     def is_module(self) -> bool:
         return isinstance(self.obj, torch.nn.Module)
+
+
+@dataclass(eq=False)
+class Window:
+    """One slot of an object whose other slots are nobody's business: storage that a user declared."""
+
+    obj: Any
+    key: Key
+
+    def look(self) -> Any:
+        """What is there, or this window itself where nothing is."""
+        kind, name = self.key
+        try:
+            return self.obj[name] if kind == "item" else getattr(self.obj, name)
+        except (AttributeError, KeyError, IndexError):
+            return self
+
+    def put(self, value: Any) -> None:
+        """Put a value there."""
+        kind, name = self.key
+        if kind == "item":
+            self.obj[name] = value
+        elif isinstance(self.obj, (torch.nn.Module, types.ModuleType)):
+            setattr(self.obj, name, value)
+        else:
+            object.__setattr__(self.obj, name, value)
+
+
+Declared = tuple[str, Any, Key]
+"""Path, holder and key of storage that a user declared."""
 
 
 def is_opaque(obj: Any) -> bool:
@@ -104,6 +134,10 @@ def read(obj: Any) -> State:
         for name, value in own.items():
             if name not in _TORCH_INTERNALS and name != RESERVED_ATTRIBUTE and type(value) not in _PROXIES:
                 state["attr", name] = value
+    elif isinstance(obj, Window):
+        value = obj.look()
+        if value is not obj:
+            state[obj.key] = value
     elif isinstance(obj, dict):
         for name, value in obj.items():
             state["item", name] = value
@@ -166,6 +200,9 @@ def write(obj: Any, target: State, changed: list[Key]) -> None:
     """
     if isinstance(obj, torch.nn.Module):
         _write_module(obj, target, changed)
+    elif isinstance(obj, Window):
+        if obj.key in target:
+            obj.put(target[obj.key])
     elif isinstance(obj, (list, deque)):
         if any(kind == "item" for kind, _ in changed):
             wanted = [value for (kind, _), value in target.items() if kind == "item"]
@@ -301,7 +338,7 @@ def step(path: str, key: Key) -> str:
         return f"{path}.<closure {name}>"
     if kind in ("default", "argument"):
         return f"{path}.<{kind} {name}>"
-    return f"{path}.{name}" if path else str(name)
+    return f"{path}.{name}" if path and not path.endswith(":") else f"{path}{name}"
 
 
 def _children(state: State) -> Iterator[tuple[Key, Any]]:
@@ -311,9 +348,11 @@ def _children(state: State) -> Iterator[tuple[Key, Any]]:
 
 
 def walk(
-    model: torch.nn.Module, skip: Callable[[Any], bool] = lambda obj: False
+    model: torch.nn.Module,
+    skip: Callable[[Any], bool] = lambda obj: False,
+    declared: Iterable[Declared] = (),
 ) -> tuple[dict[int, Holder], dict[int, State]]:
-    """Every holder of a model by `id`, with its slots.
+    """Every holder of a model by `id`, with its slots, then those of storage that a user declared.
 
     Modules come first in module order. Objects for which `skip` is true (process-wide configuration, groups)
     are not entered. The returned states hold strong references: drop or convert them soon.
@@ -326,7 +365,31 @@ def walk(
         states[id(module)] = read(module)
     for name, module in modules:
         _walk_objects(id(module), name, states[id(module)], holders, states, skip)
+    for path, obj, key in declared:
+        _walk_declared(path, Window(obj, key), holders, states, skip)
     return holders, states
+
+
+def _walk_declared(
+    path: str,
+    window: Window,
+    holders: dict[int, Holder],
+    states: dict[int, State],
+    skip: Callable[[Any], bool],
+) -> None:
+    kind, name = window.key
+    above = path.removesuffix(f"[{name!r}]") if kind == "item" else path.removesuffix(str(name)).rstrip(".")
+    found: dict[int, Holder] = {}
+    inside: dict[int, State] = {}
+    state = read(window)
+    value = state.get(window.key)
+    if id(value) in holders:
+        return
+    found[id(window)], inside[id(window)] = Holder(window, above), state
+    _walk_objects(0, above, state, found, inside, lambda obj: id(obj) in holders or skip(obj))
+    for ident, holder in found.items():
+        holder.owners.clear()  # nobody's: no layer's strategy follows from it
+        holders[ident], states[ident] = holder, inside[ident]
 
 
 def _walk_objects(

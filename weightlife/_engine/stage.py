@@ -60,6 +60,7 @@ class Stage:
         skip: host objects that are not entered.
         isolated: stage live storages (`staged`); otherwise writes go into them (`in_place`).
         fill: called on memory that was just made (tests poison it).
+        declared: storage beside the model that the user declared.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Stage:
         skip: Callable[[Any], bool],
         isolated: bool = True,
         fill: Callable[[torch.Tensor], None] | None = None,
+        declared: Iterable[slots.Declared] = (),
     ) -> None:
         self.model = model
         self.skeleton = skeleton
@@ -83,7 +85,8 @@ class Stage:
         self.by_number: dict[int, Track] = {}
         self.undo: dict[int, torch.Tensor] = {}  # live storage identity -> its bytes before (in place only)
         self.undo_bytes = 0
-        self.holders, self.before = slots.walk(model, skip)
+        self.declared = list(declared)
+        self.holders, self.before = slots.walk(model, skip, self.declared)
         self.b_state: dict[int, slots.State] = {}
         self.b_data: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._index_live()

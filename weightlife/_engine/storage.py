@@ -247,6 +247,16 @@ class Settler:
         if a_storage.nbytes() == b_storage.nbytes() and a_view.storage_offset() == b.storage_offset():
             self.out.storages.setdefault(b_key, a_storage)
 
+    def put(self, path: str, a_view: torch.Tensor, b: torch.Tensor) -> bool:
+        """Move a tensor that no pairing of slots reaches into memory that it is to have. Returns whether it will be."""
+        if id(b) in self._moved:
+            self.out.changes.append(
+                Change(path, "moved", f"{describe(a_view)} became one with another tensor")
+            )
+            return False
+        self._pair(path, a_view, b, a_view)
+        return id(b) in self._moved
+
     def _claim(self, a_key: int, b_key: int, a_view: torch.Tensor) -> bool:
         """Whether the bytes of A's storage that a view spans are free for this B storage."""
         size = a_view.element_size()
@@ -289,7 +299,10 @@ def commit_pinned(
     with torch.no_grad():
         copy(pairs)
     handed = operators.handed_over if operators is not None else {}
-    b_holders, b_states = slots.walk(stage.model if part is None else part, stage.skip)
+    whole = part is None
+    b_holders, b_states = slots.walk(
+        stage.model if part is None else part, stage.skip, stage.declared if whole else ()
+    )
     seen: set[int] = set()
     for ident, state in b_states.items():
         if slots.is_opaque(b_holders[ident].obj):
@@ -335,7 +348,7 @@ def choose(session: WeightLoadSession) -> None:
             copies that was asked for does not work here.
     """
     wanted = session.settings.storage
-    why = session.life.host.adoptable() if wanted == "adopted" else None
+    why = _adoptable(session) if wanted == "adopted" else None
     if why is not None:
         raise errors.NotAdoptableError(why, model=session.life.name, session=session.id)
     session.report.storage = "adopted" if wanted == "adopted" else "pinned"
@@ -350,6 +363,12 @@ def choose(session: WeightLoadSession) -> None:
         ) from error
 
 
+def _adoptable(session: WeightLoadSession) -> str | None:
+    """Why new storage must not replace old, or None."""
+    captured = session.life.addresses.captured
+    return f"addresses are captured ({captured})" if captured else session.life.host.adoptable()
+
+
 def check(session: WeightLoadSession, settlement: Settlement) -> None:
     """Hold what a commit will do against the contract: every address stays, unless the session adopts.
 
@@ -358,7 +377,7 @@ def check(session: WeightLoadSession, settlement: Settlement) -> None:
     """
     session.report.contract_changes = [change.to_dict() for change in settlement.changes]
     moved = settlement.moved
-    if moved and session.settings.storage == "auto" and session.life.host.adoptable() is None:
+    if moved and session.settings.storage == "auto" and _adoptable(session) is None:
         session.report.storage = "adopted"
         session.report.storage_why = (
             f"{moved[0].path} cannot keep its storage, and nothing outside holds an address"

@@ -49,6 +49,12 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return scrub(worker)
     if question in ("digest", "check_digests", "expect"):
         return _integrity(worker, question, payload or {})
+    if question in ("declare", "seal"):
+        from weightlife import _addresses
+
+        model = worker.model_runner.get_model()
+        given = str((payload or {}).get("text", ""))
+        return (_addresses.local_declare if question == "declare" else _addresses.local_seal)(model, given)
     raise errors.HostError(f"unknown question {question!r}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import announce, guard, lifecycle, registry
+from weightlife._engine import announce, guard, lifecycle, registry, seal
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife._engine.session import WeightLoadSession
 from weightlife.hosts import runtime
@@ -263,8 +263,10 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: K
 
 def _worker_lives(worker: Any) -> list[Lifecycle]:
     runner = getattr(worker, "model_runner", None)
-    if runner is None:
-        return []
+    return [] if runner is None else _lives(runner, worker)
+
+
+def _lives(runner: Any, worker: Any = None) -> list[Lifecycle]:
     found = []
     for name in ("get_model", "get_draft_model"):
         getter = getattr(runner, name, None) or getattr(worker, name, None)
@@ -426,6 +428,17 @@ def execute_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     tokens = getattr(batch, "total_num_scheduled_tokens", 1)
     kind = guard.Pass.REAL if tokens > 0 else guard.Pass.DUMMY
     return guard.guarded(_worker_lives(instance), kind, lambda: wrapped(*args, **kwargs))
+
+
+def capture_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Graphs were captured: they read the present addresses as long as they live."""
+    out = wrapped(*args, **kwargs)
+    if runtime.installed() and not kwargs.get("profile_only"):
+        for life in _lives(instance):
+            why = life.host.adoptable() or ("graphs were captured" if out else None)
+            if why is not None:
+                seal.sealed(life, why)
+    return out
 
 
 def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,0 +1,661 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of addresses: everything is found, what moved goes back or is refused, and its oracles can fail."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import weightlife
+from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, ToyModel, cold, parameter, unchanged
+from weightlife import errors
+from weightlife._engine import lifecycle, seal
+from weightlife._engine.collect import Walk
+from weightlife.testing._walk import digests
+from weightlife.testing.contract import Addresses, Captured
+
+EVERYTHING = (*sorted(KINDS), ("packed", "tied", ("scaled", "tied")))
+CACHE: dict[str, Any] = {}
+WORKSPACE: list[torch.Tensor] = []
+
+
+def opaque(path: str) -> bool:
+    return "handle" in path
+
+
+class One(ToyModel):
+    """A toy model with one more layer of the test's own."""
+
+    def __init__(self, make: Callable[[], Layer]) -> None:
+        super().__init__(("norm",))
+        self.special = make()
+
+
+def one(make: Callable[[], Layer]) -> Callable[[], nn.Module]:
+    return lambda: One(make)
+
+
+def nothing(_: Any) -> bool:
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    yield
+    Served.close_all()
+    CACHE.clear()
+    WORKSPACE.clear()
+
+
+# -- the walk ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: torch.Tensor
+
+
+class Named(NamedTuple):
+    tensor: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("__private", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, private: torch.Tensor) -> None:
+        self.tensor, self.__private = tensor, private
+
+    def method(self) -> torch.Tensor:
+        return self.tensor
+
+
+class Cached:
+    table: dict[str, torch.Tensor] = {}  # noqa: RUF012 - a cache on a class is what is looked for
+
+    def __init__(self) -> None:
+        self.x = torch.ones(1)
+
+
+def _held() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Ways to hold a tensor, by name; each makes a holder of the given tensor."""
+
+    def closure(t: torch.Tensor) -> Any:
+        return lambda: t
+
+    def nested_closure(t: torch.Tensor) -> Any:
+        inner = closure(t)
+        return lambda: inner()
+
+    def default(t: torch.Tensor) -> Any:
+        def function(x: torch.Tensor = t, *, y: Any = None) -> Any:
+            return x, y
+
+        return function
+
+    def kwdefault(t: torch.Tensor) -> Any:
+        def function(*, y: Any = t) -> Any:
+            return y
+
+        return function
+
+    def function_attribute(t: torch.Tensor) -> Any:
+        def function() -> None: ...
+
+        function.table = [t]  # type: ignore[attr-defined]
+        return function
+
+    def on_a_tensor(t: torch.Tensor) -> Any:
+        holder = torch.zeros(1)
+        holder.scale = {"s": t}  # type: ignore[attr-defined]
+        return holder
+
+    def cycle(t: torch.Tensor) -> Any:
+        holder: list[Any] = [t]
+        holder.append({"again": holder})
+        return holder
+
+    def deep(t: torch.Tensor) -> Any:
+        holder: Any = t
+        for _ in range(20):
+            holder = types.SimpleNamespace(next=holder)
+        return holder
+
+    return {
+        "plain": lambda t: t,
+        "list": lambda t: [0, [t]],
+        "tuple": lambda t: (0, (t,)),
+        "dict": lambda t: {"a": {1: t}},
+        "deque": lambda t: deque([t]),
+        "set": lambda t: {t},
+        "frozenset": lambda t: frozenset({t}),
+        "named tuple": Named,
+        "frozen dataclass": Frozen,
+        "slots": lambda t: Slotted(t, torch.zeros(1)),
+        "private slot": lambda t: Slotted(torch.zeros(1), t),
+        "namespace": lambda t: types.SimpleNamespace(t=t),
+        "closure": closure,
+        "nested closure": nested_closure,
+        "default": default,
+        "keyword default": kwdefault,
+        "function attribute": function_attribute,
+        "partial": lambda t: functools.partial(max, t),
+        "partial keyword": lambda t: functools.partial(max, key=t),
+        "bound method": lambda t: Slotted(t, torch.zeros(1)).method,
+        "attribute of a tensor": on_a_tensor,
+        "cycle": cycle,
+        "deep": deep,
+    }
+
+
+class TestWalk:
+    @pytest.mark.parametrize("way", sorted(_held()))
+    def test_is_found_wherever_it_is_held_and_again_along_the_way(self, way: str) -> None:
+        model = nn.Module()
+        tensor = torch.arange(3.0)
+        model.holder = _held()[way](tensor)
+        walk = Walk(model, nothing, nothing)
+        assert [step.path for step, found in walk.tensors() if found is tensor], way
+        # An object of the same make in its place, as processing does: the old ways lead to the new tensor.
+        other = torch.arange(3.0) + 1
+        vars(model).pop("holder", None)
+        model.holder = _held()[way](other)
+        again = [step.path for step, found in walk.tensors() if found is other]
+        assert bool(again) != (way in ("set", "frozenset")), way  # an element of a set has no name
+
+    def test_paths_are_what_a_person_would_write(self) -> None:
+        model = nn.Module()
+        model.sub = nn.Linear(2, 2)
+        model.sub.kernel = types.SimpleNamespace(table={"w": [torch.zeros(1)]})
+        paths = [step.path for step, _ in Walk(model, nothing, nothing).tensors()]
+        assert paths == ["sub.weight", "sub.bias", "sub.kernel.table['w'][0]"]
+
+    def test_aliases_are_paths_of_their_own(self) -> None:
+        model = nn.Module()
+        model.a = torch.zeros(4)
+        model.b = model.a
+        model.view = model.a[:2]
+        found = {step.path: tensor for step, tensor in Walk(model, nothing, nothing).tensors()}
+        assert found["a"] is found["b"]
+        assert set(found) == {"a", "b", "view"}
+
+    def test_caches_of_python_modules_and_classes_are_found(self) -> None:
+        model = nn.Module()
+        model.user = Cached()
+        CACHE["x"] = {"deep": (torch.zeros(2),)}
+        Cached.table["y"] = torch.zeros(3)
+        try:
+            paths = [step.path for step, _ in Walk(model, nothing, nothing).tensors()]
+        finally:
+            Cached.table.clear()
+        assert f"{__name__}:CACHE['x']['deep'][0]" in paths
+        assert f"{__name__}:Cached.table['y']" in paths
+
+    def test_what_requests_leave_and_process_wide_objects_are_left_out(self) -> None:
+        model = nn.Module()
+        model.kv_cache = torch.zeros(2)
+        model.config = Slotted(torch.zeros(1), torch.zeros(1))
+        walk = Walk(model, lambda obj: isinstance(obj, Slotted), lambda path: "kv_cache" in path)
+        assert list(walk.tensors()) == []
+
+    def test_contents_are_never_read(self) -> None:
+        model = nn.Module()
+        model.lazy = torch.empty(1 << 20, device="meta")
+        model.table = [torch.zeros(2)]
+        with torch.utils._python_dispatch._disable_current_modes():
+            assert [step.path for step, _ in Walk(model, nothing, nothing).tensors()] == ["lazy", "table[0]"]
+
+    def test_a_way_that_is_gone_gives_none(self) -> None:
+        model = nn.Module()
+        model.table = {"a": [torch.zeros(1)], "b": torch.zeros(1)}
+        walk = Walk(model, nothing, nothing)
+        model.table = {"b": torch.ones(1)}
+        assert [found is None for _, found in walk.tensors()] == [False, True] or [
+            (step.path, found is None) for step, found in walk.tensors()
+        ] == [("table['b']", False), ("table['a'][0]", True)]
+
+
+# -- the oracles can fail ----------------------------------------------------------------------------------------
+
+
+class TestOracles:
+    def test_captured_sees_memory_that_was_replaced(self) -> None:
+        model = nn.Linear(4, 4)
+        graph = Captured(lambda: model(torch.ones(1, 4)), model)
+        assert graph.problems() == []
+        with torch.no_grad():
+            model.weight.copy_(torch.zeros(4, 4))
+        assert graph.problems() == []
+        kept = model.weight.data
+        model.weight.data = torch.zeros(4, 4)
+        assert [p.split(":")[0] for p in graph.problems()] == ["weight"]
+        del kept
+        gc.collect()
+        assert "freed" in " ".join(graph.problems())
+
+    def test_captured_leaves_out_inputs_and_temporaries(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        graph = Captured(lambda: model(torch.randn(2, 4)), model)
+        assert len(graph.memory) == 4
+
+    def test_addresses_see_a_moved_closure_tensor_and_a_freed_one(self) -> None:
+        model = nn.Module()
+        state = {"t": torch.zeros(4)}
+        model.fn = lambda: state["t"]
+        before = Addresses(model)
+        assert before.moved(model) == []
+        state["t"] = torch.zeros(4)
+        assert ["fn" in line for line in before.moved(model)] == [True]
+
+
+# -- updates keep it ---------------------------------------------------------------------------------------------
+
+
+class TestUpdates:
+    @pytest.mark.parametrize("isolation", ["staged", "in_place"])
+    def test_a_captured_graph_reads_on(self, isolation: str) -> None:
+        # Native memory behind an integer handle is made anew, as its owner is: a graph can't hold that.
+        spec = tuple(kind for kind in EVERYTHING if kind != "native")
+        served = Served(spec, storage="pinned", isolation=isolation)
+        graph = Captured(lambda: served.model(INPUT), served.model)
+        where = Addresses(served.model, opaque)
+        assert weightlife.seal(served.model)[0] > 20
+        for seed in (1, 2, 3):
+            served.update(served.checkpoint(seed))
+            assert graph.problems() == []
+            assert where.moved(served.model) == []
+            assert torch.equal(served.run(), served.expected())
+            assert served.life.reports[-1].violations == []
+
+    @pytest.mark.parametrize("kind", sorted(KINDS))
+    def test_nothing_is_reported_of_a_clean_update(self, kind: str) -> None:
+        served = Served((kind, "tied") if kind in TIEABLE else (kind,), storage="pinned")
+        for seed in (1, 2):
+            served.update(served.checkpoint(seed))
+            report = served.life.reports[-1]
+            kinds = {change["kind"] for change in report.contract_changes}
+            assert kinds <= {"opaque"}, report.contract_changes
+            assert report.violations == []
+
+    def test_what_processing_makes_far_away_goes_back(self) -> None:
+        """Deeper than what an update restores: only the contract looks there."""
+
+        class Deep(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                box: Any = types.SimpleNamespace(packed=None)
+                self.box = box
+                for _ in range(8):
+                    self.box = types.SimpleNamespace(inner=self.box)
+                self.last = box
+
+            def process(self) -> None:
+                self.last.packed = self.weight.data.t().contiguous()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.last.packed.t() @ x
+
+        class Far(Deep):
+            def __init__(self) -> None:
+                super().__init__()
+                box = self.last
+                del self.last
+                self.get = lambda: box  # the way that processing goes is a short one
+                del self.get
+
+            def process(self) -> None:
+                here: Any = self.box
+                while hasattr(here, "inner"):
+                    here = here.inner
+                here.packed = self.weight.data.t().contiguous()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                here: Any = self.box
+                while hasattr(here, "inner"):
+                    here = here.inner
+                return here.packed.t() @ x
+
+        for make in (Deep, Far):
+            served = Served(one(make), storage="pinned")
+            graph = Captured(lambda served=served: served.model(INPUT), served.model)
+            served.life.plan.layers[id(served.model.special)].strategy = "rebuild"
+            for seed in (1, 2):
+                served.update(served.checkpoint(seed))
+                assert graph.problems() == []
+                assert torch.equal(served.run(), served.expected())
+            changes = served.life.reports[-1].contract_changes
+            assert (make is Deep) == (changes == []), changes
+
+    def test_what_cannot_go_back_is_refused_with_its_path(self) -> None:
+        class Far(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.box = types.SimpleNamespace(packed=torch.zeros(4))
+                for _ in range(8):
+                    self.box = types.SimpleNamespace(inner=self.box)
+
+            def process(self) -> None:
+                here: Any = self.box
+                while hasattr(here, "inner"):
+                    here = here.inner
+                size = 4 if self.weight.data[0, 0] < 50 else 5
+                here.packed = self.weight.data.flatten()[:size].clone()
+                self.weight = nn.Parameter(self.weight.data.t().contiguous(), requires_grad=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight.t() @ x
+
+        served = Served(one(Far), storage="pinned")
+        now = served.weights["special.weight"][0, 0].item()
+        first, other = served.checkpoint(1), served.checkpoint(2)
+        first["special.weight"][0, 0] = now
+        served.update(first)
+        other["special.weight"][0, 0] = 3.0 if now >= 50 else 60.0
+        with pytest.raises(errors.StorageMovedError) as caught:
+            served.update(other)
+        assert caught.value.layer.startswith("special.box.inner")
+        assert torch.equal(served.run(), served.expected())
+
+    @pytest.mark.parametrize("policy", ["strict", "warn", "off"])
+    def test_the_policy_is_the_setting(self, policy: str) -> None:
+        class Growing(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+
+            def process(self) -> None:
+                keep = int(self.weight.data[0, 0]) % 3 + 1
+                self.weight = nn.Parameter(self.weight.data[:keep].clone(), requires_grad=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x
+
+        served = Served(one(Growing), storage="pinned", contract=policy)
+        weightlife.seal(served.model)
+        weights = served.checkpoint(1)
+        weights["special.weight"][0, 0] = served.weights["special.weight"][0, 0] + 1
+        if policy == "strict":
+            with unchanged(served.model), pytest.raises(errors.StorageMovedError):
+                served.update(weights)
+            return
+        served.update(weights)
+        codes = [violation.code for violation in served.life.reports[-1].violations]
+        assert codes == (["WL301"] if policy == "warn" else [])
+        again = served.checkpoint(2)
+        again["special.weight"][0, 0] = weights["special.weight"][0, 0] + 3
+        served.update(again)  # what was let pass is the contract from then on
+        assert served.life.reports[-1].violations == []
+
+
+class TestCapture:
+    def test_before_a_capture_the_host_may_exchange_what_it_likes(self) -> None:
+        served = Served(("padded", "packed"), storage="pinned")
+        layer = served.model.body.inner[1]
+        layer.weight.data = layer.weight.data.clone()
+        served.update(served.checkpoint(1))
+        assert served.life.reports[-1].contract_changes == []
+        assert torch.equal(served.run(), served.expected())
+
+    def test_what_moved_since_goes_back_to_where_graphs_read(self) -> None:
+        served = Served(("packed", "dense"), storage="pinned")
+        graph = Captured(lambda: served.model(INPUT), served.model)
+        weightlife.seal(served.model, "a test")
+        for layer in served.model.body.inner:
+            layer.weight.data = layer.weight.data.clone()
+        assert graph.problems() != []
+        served.update(served.checkpoint(1))
+        assert graph.problems() == []
+        assert torch.equal(served.run(), served.expected())
+        notes = " ".join(served.life.reports[-1].notes)
+        assert "body.inner.0.weight had moved since addresses were captured" in notes
+
+    def test_what_cannot_go_back_is_refused_though_the_update_did_not_move_it(self) -> None:
+        served = Served(("dense",), storage="auto")
+        weightlife.seal(served.model, "a test")
+        layer = served.model.body.inner[0]
+        layer.register_buffer("extra", torch.zeros(2))
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+        with pytest.raises(errors.StorageMovedError) as caught:
+            served.update(served.checkpoint(1))
+        assert caught.value.layer == "body.inner.0.weight"
+
+    def test_captured_memory_lives_whatever_python_refers_to(self) -> None:
+        served = Served(("dense",), storage="pinned")
+        graph = Captured(lambda: served.model(INPUT), served.model)
+        weightlife.seal(served.model)
+        served.model.body.inner[0].weight.data = torch.zeros_like(served.model.body.inner[0].weight.data)
+        gc.collect()
+        assert not any(memory.expired() for _, _, memory in graph.memory.values())
+
+    def test_nothing_is_adopted_from_then_on(self) -> None:
+        served = Served(("packed",), storage="adopted")
+        served.update(served.checkpoint(1))
+        weightlife.seal(served.model, "graphs of a test")
+        with pytest.raises(errors.NotAdoptableError, match="graphs of a test"):
+            served.update(served.checkpoint(2))
+
+    def test_a_host_says_that_it_captured(self, caplog: pytest.LogCaptureFixture) -> None:
+        served = Served(("packed",))
+        with caplog.at_level("INFO", "weightlife"):
+            seal.sealed(served.life, "graphs")
+        assert served.life.addresses.captured == "graphs"
+        assert "keep their addresses" in caplog.text
+
+
+class TestDerived:
+    def test_a_stale_number_beside_a_scalar_is_refused_with_its_path(self) -> None:
+        faulty: list[bool] = []
+
+        class Scaled(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.register_buffer("_k_scale", torch.tensor(1.0))
+                self._k_scale_float = 1.0
+
+            def process(self) -> None:
+                self._k_scale.copy_(self.weight.data.max())
+                if not faulty:
+                    self._k_scale_float = self._k_scale.item()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x * self._k_scale_float
+
+        served = Served(one(Scaled))
+        served.update(served.checkpoint(1))
+        faulty.append(True)
+        with unchanged(served.model), pytest.raises(errors.StaleDerivedError) as caught:
+            served.update(served.checkpoint(2))
+        assert caught.value.layer == "special._k_scale_float"
+        faulty.clear()
+        served.update(served.checkpoint(3))
+        assert torch.equal(served.run(), served.expected())
+
+    def test_a_pair_that_never_agreed_is_nobodys_promise(self) -> None:
+        class Unrelated(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.register_buffer("limit", torch.tensor(2.0))
+                self.limit_float = 7.0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x
+
+        served = Served(one(Unrelated))
+        served.update(served.checkpoint(1))
+        assert served.life.reports[-1].violations == []
+
+    def test_a_tensor_that_a_hook_hands_out_again_is_told(self) -> None:
+        """A cache by name, which outlives an update: the report says so, and the value check proves it stale."""
+
+        class Memo(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.packed: torch.Tensor | None = None
+
+            def process(self) -> None:
+                self.packed = CACHE.setdefault("packed", self.weight.data.t().contiguous())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                assert self.packed is not None
+                return self.packed.t() @ x
+
+        served = Served(one(Memo))
+        served.update(served.checkpoint(1))
+        changes = served.life.reports[-1].contract_changes
+        assert [(c["path"], c["kind"]) for c in changes] == [("special.packed", "kept")]
+        CACHE.clear()
+        assert digests(served.model) != digests(cold(served.spec, served.weights))
+
+
+class TestDeclared:
+    class User(Layer):
+        """Uses a tensor that no attribute leads to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = parameter(4, 4, loader=self.copy)
+
+        def process(self) -> None:
+            WORKSPACE[:] = [self.weight.data.t().contiguous()]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return WORKSPACE[0].t() @ x
+
+    def test_keeps_its_address_and_is_undone(self) -> None:
+        served = Served(one(self.User), storage="pinned")
+        assert weightlife.declare(served.model, f"{__name__}:WORKSPACE") == [[f"{__name__}:WORKSPACE[0]"]]
+        pointer = WORKSPACE[0].data_ptr()
+        for seed in (1, 2):
+            served.update(served.checkpoint(seed))
+            assert WORKSPACE[0].data_ptr() == pointer
+            assert torch.equal(WORKSPACE[0].t(), served.weights["special.weight"])
+        from tests.toyhost import Boom, faults
+
+        kept = WORKSPACE[0].clone()
+        faults.arm("model_hook", 0)
+        with pytest.raises(Boom):
+            served.update(served.checkpoint(3))
+        assert WORKSPACE[0].data_ptr() == pointer
+        assert torch.equal(WORKSPACE[0], kept)
+        assert f"{__name__}:WORKSPACE[0]" in weightlife.digest(served.model)[0]["tensors"]
+
+    def test_a_path_below_the_model_and_one_that_leads_nowhere(self) -> None:
+        served = Served(("packed",))
+        served.model.hidden = types.SimpleNamespace(t=torch.zeros(2), plain=3)
+        assert weightlife.declare(served.model, "hidden.t") == [["hidden.t"]]
+        for bad in ("hidden.u", "hidden.plain", "", "no.such.module:X", f"{__name__}:CACHE['x']", "a b"):
+            with pytest.raises(errors.ConfigError):
+                weightlife.declare(served.model, bad)
+
+    def test_only_between_updates_and_only_of_a_watched_model(self) -> None:
+        with pytest.raises(errors.NotInstalledError):
+            weightlife.declare(nn.Linear(1, 1), "weight")
+        served = Served(("packed",))
+        served.open()
+        with pytest.raises(errors.SessionStateError, match="open"):
+            weightlife.declare(served.model, "body")
+        with pytest.raises(errors.SessionStateError, match="open"):
+            weightlife.seal(served.model)
+
+
+class TestFaults:
+    """Seeded faults in a model that serves: each is found by the next update or check, with its path."""
+
+    def test_a_moved_closure_tensor(self) -> None:
+        class Closure(Layer):
+            fn: Callable[[torch.Tensor], torch.Tensor]
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+
+            def process(self) -> None:
+                packed = self.weight.data.t().contiguous()
+                self.fn = lambda x: packed.t() @ x
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.fn(x)
+
+        served = Served(one(Closure), storage="pinned")
+        weightlife.seal(served.model)
+        graph = Captured(lambda: served.model(INPUT), served.model)
+        cell = served.model.special.fn.__closure__[0]  # type: ignore[attr-defined]
+        cell.cell_contents = cell.cell_contents.clone()
+        served.update(served.checkpoint(1))
+        assert graph.problems() == []
+        assert any("special.fn.<closure 0> had moved" in note for note in served.life.reports[-1].notes)
+        assert torch.equal(served.run(), served.expected())
+
+    def test_a_recreated_workspace_of_another_size(self) -> None:
+        served = Served(("packed",), storage="pinned")
+        served.model.body.inner[0].register_buffer("workspace", torch.zeros(8))
+        weightlife.seal(served.model)
+        served.model.body.inner[0].workspace = torch.zeros(16)
+        with pytest.raises(errors.StorageMovedError) as caught:
+            served.update(served.checkpoint(1))
+        assert caught.value.layer == "body.inner.0.workspace"
+
+    def test_a_process_wide_cache_that_grew_is_told_and_stops_nothing(self) -> None:
+        class User(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x
+
+        CACHE["workspace"] = torch.zeros(4)
+        served = Served(one(User), storage="pinned")
+        weightlife.seal(served.model)
+        CACHE["workspace"] = torch.zeros(8)
+        served.update(served.checkpoint(1))
+        changes = served.life.reports[-1].contract_changes
+        assert [(c["kind"], c["path"]) for c in changes] == [("elsewhere", f"{__name__}:CACHE['workspace']")]
+
+    def test_one_bit_and_two_exchanged_blocks(self) -> None:
+        served = Served(EVERYTHING, digests="commit")
+        served.update(served.checkpoint(1))
+        assert weightlife.check_digests(served.model) == []
+        weight = served.model.body.inner[0].weight.data
+        memory = weight.view(torch.uint8).view(-1)
+        memory[3] ^= 1
+        path = "body.inner.0.weight"
+        assert path in [found.name for found in weightlife.check_digests(served.model)]
+        memory[3] ^= 1
+        first = memory[:4].clone()
+        memory[:4], memory[4:8] = memory[4:8].clone(), first
+        assert path in [found.name for found in weightlife.check_digests(served.model)]
+
+
+def test_looking_costs_less_than_a_twentieth_of_an_update() -> None:
+    """After the first walk. 64 layers of 1 MiB; the share falls with their size."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(64)))
+
+    @weightlife.wrap_loader(storage="pinned")
+    def load(model: nn.Module, weights: Any) -> None:
+        parameters = dict(model.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+    weights = {name: torch.randn_like(value) for name, value in model.named_parameters()}
+    load(model, weights.items())
+    life = lifecycle.of(model)
+    assert life is not None
+    shares = []
+    for _ in range(5):
+        load(model, weights.items())
+        shares.append(life.addresses.seconds / life.reports[-1].seconds)
+    assert sorted(shares)[1] < 0.05, shares

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: where each piece of runtime storage is, sealed after the first load and when graphs are captured.
+
+Until something has captured addresses, the contract of an update is what serves when it begins: the host may have
+exchanged a table in between, and nobody read the old one. After a capture it is what stood there then, and those
+storages are kept alive: a graph reads them whatever Python refers to.
+
+What an update would leave elsewhere goes back: the value into the sealed storage, and the tensor is pointed there, so
+that lists, closures, frozen dataclasses and third-party objects which hold that tensor follow. What can't go back is a
+`StorageMovedError` before anything is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weightlife import errors
+from weightlife._engine import slots, storage
+from weightlife._engine.collect import Step, Walk, get, is_scalar, locate
+from weightlife._engine.skeleton import storage_key, view_on
+
+if TYPE_CHECKING:
+    from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.session import WeightLoadSession
+
+SHOWN = 8
+
+
+class Print(NamedTuple):
+    """The fingerprint of one tensor: where it is and how it is read. Numbers in bytes or elements of its dtype."""
+
+    key: int
+    pointer: int
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def fingerprint(tensor: torch.Tensor) -> Print | None:
+    """The fingerprint of a tensor, or None where it has no storage to speak of."""
+    key = storage_key(tensor)
+    if key is None:
+        return None
+    memory = tensor.untyped_storage()
+    try:
+        pointer = memory.data_ptr()
+    except RuntimeError:  # a storage without memory
+        return None
+    return Print(
+        key, pointer, memory.nbytes(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
+        tensor.dtype, tensor.device,
+    )  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """One sealed path."""
+
+    step: Step
+    seen: Print
+    memory: StorageWeakRef | torch.UntypedStorage
+
+    def alive(self) -> bool:
+        """Whether the sealed storage still exists."""
+        return not isinstance(self.memory, StorageWeakRef) or not self.memory.expired()
+
+
+class Seal:
+    """The contract of one model."""
+
+    def __init__(self, life: Lifecycle) -> None:
+        self._life = weakref.ref(life)  # not a cycle: a lifecycle dies with its model, at once
+        self.walk: Walk | None = None
+        self.entries: list[Entry] = []
+        self.captured = ""  # what captured addresses, where something did
+        self.declared: dict[str, tuple[str, Any, slots.Key]] = {}
+        self.seconds = 0.0  # of the last session, all looks together
+        self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
+        self._mirrors: list[int] = []
+        self._changed = False  # the last update left other paths than there were
+        self._allowed: set[str] = set()
+        self._lost: list[Entry] = []  # moved since the capture, and can't go back
+
+    @property
+    def life(self) -> Lifecycle:
+        """The lifecycle."""
+        life = self._life()
+        assert life is not None
+        return life
+
+    # -- taking it ---------------------------------------------------------------------------------------------
+
+    def take(self, again: bool = True) -> None:
+        """Seal what stands there now. `again`: look everywhere, not only where something was found before."""
+        life = self.life
+        if self.walk is None or again:
+            self.walk = Walk(life.model, life.host.skip, life.host.transient, self.declared.values())
+        values = self.walk.values()
+        keep = bool(self.captured)
+        self.entries = []
+        for step, tensor in self.walk.tensors(values):
+            seen = None if tensor is None else fingerprint(tensor)
+            if tensor is not None and seen is not None:
+                memory = tensor.untyped_storage()
+                self.entries.append(Entry(step, seen, memory if keep else StorageWeakRef(memory)))
+        if again:
+            pairs = enumerate(self._pairs(values))
+            self._mirrors = [i for i, (mirror, value) in pairs if _equal(mirror, value)]
+
+    def capture(self, by: str) -> None:
+        """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
+        self.captured = by
+        self.take()
+
+    def declare(self, path: str) -> list[str]:
+        """Take storage that the walk does not reach into the contract. Returns the paths of its tensors.
+
+        Raises:
+            ConfigError: the path leads nowhere, or to no tensor.
+        """
+        life = self.life
+        try:
+            found = locate(life.model, path)
+        except LookupError as error:
+            raise errors.ConfigError(
+                f"nothing can be declared at {errors.clean(path)!r}: {errors.clean(error)}", model=life.name,
+                hint="give a path below the model (layers.0.table['w']), or package.module:NAME of an imported one",
+            ) from error  # fmt: skip
+        walk = Walk(life.model, life.host.skip, life.host.transient, [*self.declared.values(), found])
+        tensors = [step.path for step, tensor in walk.tensors() if tensor is not None and step.firm]
+        paths = list(dict.fromkeys(where for where in tensors if where.startswith(path)))
+        if not paths:
+            raise errors.ConfigError(
+                f"there is no tensor at {errors.clean(path)!r}", model=life.name,
+                hint="declare storage when it exists: after the first load",
+            )  # fmt: skip
+        self.declared[path] = found
+        captured = {entry.step.path: entry for entry in self.entries} if self.captured else {}
+        self.walk = walk
+        self.take(again=False)
+        # What graphs captured stays as it was captured.
+        self.entries = [captured.get(entry.step.path, entry) for entry in self.entries]
+        return paths
+
+    # -- an update ---------------------------------------------------------------------------------------------
+
+    def begin(self, session: WeightLoadSession) -> None:
+        """An update is prepared: what it is held to. A's storages live as long as it is open."""
+        started = time.perf_counter()
+        self.seconds, self._lost = 0.0, []
+        if self.walk is not None and session.report.storage == "pinned":
+            self._again()
+            if self.captured:
+                self._put_back(session)
+            self._held = {}
+            for _, tensor in self.walk.tensors():
+                key = None if tensor is None else storage_key(tensor)
+                if tensor is not None and key is not None:
+                    self._held[key] = tensor.untyped_storage()
+        self.seconds += time.perf_counter() - started
+
+    def _again(self) -> None:
+        if not self.captured:
+            self.take(again=self._changed)
+        elif self._changed:
+            kept = {entry.step.path: entry for entry in self.entries}
+            self.take()
+            self.entries = [
+                entry if entry.step.path in self._allowed else kept.get(entry.step.path, entry)
+                for entry in self.entries
+            ]
+        self._changed = False
+
+    def _put_back(self, session: WeightLoadSession) -> None:
+        """What somebody moved since the capture goes back to where graphs read it, before A is looked at."""
+        assert self.walk is not None
+        now = {step.path: tensor for step, tensor in self.walk.tensors()}
+        for entry in self.entries:
+            tensor, seen, memory = now.get(entry.step.path), entry.seen, entry.memory
+            if tensor is None or not self._firm(entry, session.life):
+                continue
+            if storage_key(tensor) == seen.key and _same_view(tensor, seen):
+                continue
+            if not _same_geometry(tensor, seen) or not isinstance(memory, torch.UntypedStorage):
+                self._lost.append(entry)
+                continue
+            target = view_on(memory, seen.dtype, seen.offset, seen.shape, seen.stride)
+            with torch.no_grad():
+                target.copy_(tensor.detach())
+                tensor.data = target
+            session.report.notes.append(
+                f"{entry.step.path} had moved since addresses were captured: its value went back to the old one"
+            )
+
+    def hold(self, session: WeightLoadSession, settler: storage.Settler) -> None:
+        """Hold what a commit will leave against the contract, and add to the settlement what puts it right."""
+        settlement, life = settler.out, self.life
+        if self.walk is None or session.report.storage != "pinned" or session.settings.contract == "off":
+            return
+        started = time.perf_counter()
+        values = self.walk.values()
+        now = {step.path: tensor for step, tensor in self.walk.tensors(values)}
+        known = {change.path for change in settlement.changes}
+        opaque = tuple(change.path for change in settlement.changes if change.kind == "opaque")
+        for entry in self._lost:
+            if entry.step.path not in known:
+                known.add(entry.step.path)
+                settlement.changes.append(
+                    storage.Change(
+                        entry.step.path, "moved", f"{_words(entry.seen)} was moved before this update"
+                    )
+                )
+        going = {id(move.b): storage_key(move.a) for move in settlement.moves}
+        for entry in self.entries:
+            path, seen = entry.step.path, entry.seen
+            tensor = now.get(path)
+            if path in known or (opaque and path.startswith(opaque)):
+                continue
+            if tensor is None:
+                if entry.step.firm:
+                    settlement.changes.append(storage.Change(path, "removed", _words(seen)))
+                continue
+            key = storage_key(tensor)
+            if key == seen.key and _same_view(tensor, seen):
+                continue
+            target = None if key is None else settlement.storages.get(key)
+            if target is not None and int(target._cdata) == seen.key and _same_view(tensor, seen):
+                continue
+            if going.get(id(tensor)) == seen.key and _same_geometry(tensor, seen):
+                continue
+            if not self._firm(entry, life):
+                kind, what = "elsewhere", "something process-wide, or that no load makes"
+                detail = f"{_words(seen)} became {storage.describe(tensor)}: {what}"
+                settlement.changes.append(storage.Change(path, kind, detail))
+                continue
+            self._repair(settler, entry, tensor)
+        self.seconds += time.perf_counter() - started
+
+    def _firm(self, entry: Entry, life: Lifecycle) -> bool:
+        """Whether it is weight state: a parameter, a buffer, what processing makes, or declared."""
+        step = entry.step
+        if not step.firm:
+            return False
+        if step.key[0] in ("param", "buffer") or step.path in self.declared or not step.owner:
+            return True
+        layer = life.plan.layers.get(step.owner)
+        return layer is not None and layer.strategy == "rebuild"
+
+    def _repair(self, settler: storage.Settler, entry: Entry, tensor: torch.Tensor) -> None:
+        path, seen = entry.step.path, entry.seen
+        memory = entry.memory if isinstance(entry.memory, torch.UntypedStorage) else self._held.get(seen.key)
+        if memory is None or storage_key(tensor) == seen.key:
+            detail = f"{_words(seen)} became {storage.describe(tensor)}"
+            settler.out.changes.append(storage.Change(path, "moved", detail))
+            return
+        view = view_on(memory, seen.dtype, seen.offset, seen.shape, seen.stride)
+        if settler.put(path, view, tensor):
+            detail = "processing made it elsewhere: its value goes into the storage that it had"
+            settler.out.changes.append(storage.Change(path, "repaired", detail))
+
+    def mirrors(self, session: WeightLoadSession) -> None:
+        """Hold the host's own copies of scalars against the tensors that they are copies of.
+
+        Raises:
+            StaleDerivedError: one is not its tensor's value, by policy.
+        """
+        if self.walk is None or not self._mirrors or session.settings.contract == "off":
+            return
+        started = time.perf_counter()
+        pairs = self._pairs(self.walk.values(), self._mirrors)
+        wrong = [i for i, pair in zip(self._mirrors, pairs, strict=True) if not _equal(*pair)]
+        self.seconds += time.perf_counter() - started
+        if wrong:
+            paths = [self.walk.mirrors[index][3] for index in wrong]
+            session.problem(
+                errors.StaleDerivedError(
+                    f"{len(paths)} numbers are not those of the tensors that they are copies of; first {paths[0]}",
+                    model=session.life.name, layer=paths[0], tensors=paths, session=session.id,
+                ),
+                session.settings.contract,
+            )  # fmt: skip
+
+    def _pairs(self, values: list[Any], only: list[int] | None = None) -> list[tuple[Any, float | None]]:
+        """(number, value of its tensor), None where either is gone. One transfer from each device."""
+        assert self.walk is not None
+        numbers: list[Any] = []
+        scalars: list[torch.Tensor | None] = []
+        chosen = self.walk.mirrors if only is None else [self.walk.mirrors[index] for index in only]
+        for parent, key, mirror, _ in chosen:
+            tensor = get(values[parent], key)
+            numbers.append(get(values[parent], mirror))
+            scalars.append(tensor if isinstance(tensor, torch.Tensor) and is_scalar(tensor) else None)
+        by_device: dict[torch.device, list[int]] = {}
+        for index, scalar in enumerate(scalars):
+            if scalar is not None:
+                by_device.setdefault(scalar.device, []).append(index)
+        out: list[float | None] = [None] * len(scalars)
+        for indices in by_device.values():
+            flat = [scalars[i].detach().reshape(1).double() for i in indices]  # type: ignore[union-attr]
+            for index, value in zip(indices, torch.cat(flat).tolist(), strict=True):
+                out[index] = value
+        return list(zip(numbers, out, strict=True))
+
+    # -- after it ----------------------------------------------------------------------------------------------
+
+    def verify(self, session: WeightLoadSession) -> None:
+        """After the copies: every sealed path is where it was. Graphs must not read what is not there.
+
+        Raises:
+            StorageMovedError: one is not, by policy. The model is poisoned then: nothing can be undone any more.
+        """
+        if self.walk is None or session.report.storage != "pinned" or session.settings.contract == "off":
+            return
+        started = time.perf_counter()
+        now = {step.path: tensor for step, tensor in self.walk.tensors()}
+        opaque = tuple(c["path"] for c in session.report.contract_changes if c["kind"] == "opaque")
+        kinds = ("moved", "removed", "added")
+        known = {c["path"] for c in session.report.contract_changes if c["kind"] in kinds}
+        wrong = [
+            entry
+            for entry in self.entries
+            if (tensor := now.get(entry.step.path)) is not None
+            and not (storage_key(tensor) == entry.seen.key and _same_view(tensor, entry.seen))
+            and self._firm(entry, session.life)
+            and entry.step.path not in known
+            and not (opaque and entry.step.path.startswith(opaque))
+        ]
+        self.seconds += time.perf_counter() - started
+        if wrong:
+            first = wrong[0].step.path
+            session.problem(
+                errors.StorageMovedError(
+                    f"{len(wrong)} tensors are not where they were, after the commit; first {first}",
+                    model=session.life.name, layer=first, session=session.id,
+                    tensors=[entry.step.path for entry in wrong],
+                ),
+                session.settings.contract,
+            )  # fmt: skip
+
+    def end(self, session: WeightLoadSession, committed: bool) -> None:
+        """An update is over. What left with it is looked for anew when the next one begins."""
+        self._held = {}
+        kinds = {change["kind"] for change in session.report.contract_changes}
+        adopted = session.report.storage != "pinned"
+        if committed and (adopted or kinds & {"added", "removed", "moved"}):
+            self._changed = True
+            self._allowed = {
+                change["path"] for change in session.report.contract_changes if change["kind"] != "elsewhere"
+            }
+
+
+def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
+    """Slots that processing filled with the very tensor that served before, without writing it: perhaps stale.
+
+    A hook that takes a tensor from a cache of its own does that. Whether the tensor depends on the weights can't be
+    seen from here: constants do not. A comparison with a cold load tells (`weightlife.testing`).
+    """
+    stage, life = session.stage, session.life
+    assert stage is not None
+    early = session.streamer.done if session.streamer is not None else set()
+    found = []
+    for ident, restore in life.plan.restore.items():
+        holder = stage.holders.get(ident)
+        if holder is None or not holder.owners & (session.processed - early):
+            continue
+        before, now = stage.before[ident], slots.read(holder.obj)
+        for key in restore:
+            a = before.get(key)
+            if not isinstance(a, torch.Tensor) or now.get(key) is not a or a.numel() == 0:
+                continue
+            track = stage.index.get(storage_key(a) or 0)
+            if track is None or (track.stage is None and not track.ever and not _undone(session, track)):
+                detail = "processing took over the tensor that served before, as it is"
+                found.append(storage.Change(slots.step(holder.path, key), "kept", detail))
+    return found
+
+
+def _undone(session: WeightLoadSession, track: Any) -> bool:
+    assert session.stage is not None
+    return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
+
+
+def _equal(mirror: Any, value: float | None) -> bool:
+    """Whether a number is a scalar's value, NaN being equal to itself."""
+    if value is None or not isinstance(mirror, float):
+        return False
+    return mirror == value or (mirror != mirror and value != value)
+
+
+def _same_geometry(tensor: torch.Tensor, seen: Print) -> bool:
+    return (
+        tuple(tensor.shape) == seen.shape
+        and tensor.stride() == seen.stride
+        and tensor.dtype == seen.dtype
+        and tensor.device == seen.device
+    )
+
+
+def _same_view(tensor: torch.Tensor, seen: Print) -> bool:
+    return tensor.storage_offset() == seen.offset and _same_geometry(tensor, seen)
+
+
+def _words(seen: Print) -> str:
+    return (
+        f"{str(seen.dtype).removeprefix('torch.')}{list(seen.shape)} stride {list(seen.stride)} on {seen.device},"
+        f" storage of {seen.nbytes} bytes"
+    )
+
+
+def sealed(life: Lifecycle, by: str) -> None:
+    """A host captured addresses of a model. Telemetry of a kind: a failure is heard of, and ends nothing."""
+    if life.status != "ready":
+        return
+    life.addresses.capture(by)
+    logging.getLogger("weightlife").info(
+        "%s: %d tensors keep their addresses from here on (%s)", life.name, len(life.addresses.entries), by
+    )
+
+
+__all__ = ["Entry", "Print", "Seal", "fingerprint", "kept_derived", "sealed"]
