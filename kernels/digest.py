@@ -236,6 +236,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():  # lazily negated: the bytes in memory are not its values
         plain = plain.resolve_conj().resolve_neg()
+    if plain.element_size() == 1:  # 4-bit floats can't be copied as what they are
+        plain = plain.view(torch.uint8)
     # Not `view(-1)`: the stride of a dimension of size 1 may be anything, and a view of bytes wants it to be 1.
     return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child process of test_contract_engine.py: an engine whose addresses are recorded by two oracles, then reloaded.
 
-    python -m tests.integration._contract_job A B pinned staged
+python -m tests.integration._contract_job A B pinned staged
 """
 
 from __future__ import annotations

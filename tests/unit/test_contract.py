@@ -396,6 +396,27 @@ class TestUpdates:
         served.update(again)  # what was let pass is the contract from then on
         assert served.life.reports[-1].violations == []
 
+    def test_a_block_layout_takes_checkpoint_slices(self) -> None:
+        class Blocked(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+
+            def process(self) -> None:
+                blocks = self.weight.data.view(2, 2, 2, 2).permute(0, 2, 1, 3).contiguous()
+                self.weight = nn.Parameter(blocks, requires_grad=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight.permute(0, 2, 1, 3).reshape(4, 4) @ x
+
+        served = Served(one(Blocked), storage="pinned")
+        graph = Captured(lambda: served.model(INPUT), served.model)
+        for seed in (1, 2):
+            served.update(served.checkpoint(seed))
+            assert served.model.special.weight.shape == (2, 2, 2, 2)
+            assert torch.equal(served.run(), served.expected())
+            assert graph.problems() == []
+
 
 class TestCapture:
     def test_before_a_capture_the_host_may_exchange_what_it_likes(self) -> None:
@@ -481,6 +502,35 @@ class TestDerived:
         served.update(served.checkpoint(3))
         assert torch.equal(served.run(), served.expected())
 
+    def test_a_scale_that_was_written_beside_weightlife(self) -> None:
+        served = self._scaled()
+        served.model.special._k_scale.fill_(2.0)
+        with pytest.raises(errors.StaleDerivedError) as caught:
+            served.update(served.checkpoint(1))
+        assert caught.value.layer == "special._k_scale_float"
+
+    def test_scales_that_a_wake_reset_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        served = self._scaled()
+        served.life.addresses.after_wake()
+        assert caplog.text == ""
+        served.model.special._k_scale.fill_(0.0)
+        served.life.addresses.after_wake()
+        assert "after waking, 1 numbers" in caplog.text and "special._k_scale_float" in caplog.text
+
+    @staticmethod
+    def _scaled() -> Served:
+        class Calibrated(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.register_buffer("_k_scale", torch.tensor(1.0))
+                self._k_scale_float = 1.0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x * self._k_scale_float
+
+        return Served(one(Calibrated))
+
     def test_a_pair_that_never_agreed_is_nobodys_promise(self) -> None:
         class Unrelated(Layer):
             def __init__(self) -> None:
@@ -551,6 +601,15 @@ class TestDeclared:
         assert WORKSPACE[0].data_ptr() == pointer
         assert torch.equal(WORKSPACE[0], kept)
         assert f"{__name__}:WORKSPACE[0]" in weightlife.digest(served.model)[0]["tensors"]
+
+    def test_a_cache_that_somebody_wrote_over(self) -> None:
+        served = Served(one(self.User), digests="commit")
+        weightlife.declare(served.model, f"{__name__}:WORKSPACE")
+        served.update(served.checkpoint(1))
+        assert weightlife.check_digests(served.model) == []
+        WORKSPACE[0][0, 0] += 1
+        (found,) = weightlife.check_digests(served.model)
+        assert found.name == f"{__name__}:WORKSPACE[0]"
 
     def test_a_path_below_the_model_and_one_that_leads_nowhere(self) -> None:
         served = Served(("packed",))

@@ -48,6 +48,7 @@ GOLDEN = {
     "WL302": "RefusedLayerError",
     "WL303": "BudgetError",
     "WL304": "NotAdoptableError",
+    "WL305": "StaleDerivedError",
     "WL400": "ProcessingError",
     "WL401": "DoubleProcessingError",
     "WL403": "EarlyProcessingError",

@@ -274,21 +274,39 @@ class Seal:
         Raises:
             StaleDerivedError: one is not its tensor's value, by policy.
         """
-        if self.walk is None or not self._mirrors or session.settings.contract == "off":
+        if session.settings.contract == "off":
             return
         started = time.perf_counter()
-        pairs = self._pairs(self.walk.values(), self._mirrors)
-        wrong = [i for i, pair in zip(self._mirrors, pairs, strict=True) if not _equal(*pair)]
+        paths = self.stale_numbers()
         self.seconds += time.perf_counter() - started
-        if wrong:
-            paths = [self.walk.mirrors[index][3] for index in wrong]
+        if paths:
             session.problem(
                 errors.StaleDerivedError(
                     f"{len(paths)} numbers are not those of the tensors that they are copies of; first {paths[0]}",
-                    model=session.life.name, layer=paths[0], tensors=paths, session=session.id,
+                    model=session.life.name, layer=paths[0], session=session.id,
                 ),
                 session.settings.contract,
             )  # fmt: skip
+
+    def stale_numbers(self) -> list[str]:
+        """Paths of numbers that agreed with their tensors after the first load, and do not now."""
+        if self.walk is None or not self._mirrors:
+            return []
+        pairs = self._pairs(self.walk.values(), self._mirrors)
+        return [
+            self.walk.mirrors[index][3]
+            for index, pair in zip(self._mirrors, pairs, strict=True)
+            if not _equal(*pair)
+        ]
+
+    def after_wake(self) -> None:
+        """Memory came back from a sleep: tell of scales that did not come back with it."""
+        paths = [] if self.life.poisoned else self.stale_numbers()
+        if paths:
+            self.life.note(
+                f"{self.life.name}: after waking, {len(paths)} numbers are not those of the tensors that they are copies"
+                f" of; first {paths[0]}: update the weights before anything is served"
+            )
 
     def _pairs(self, values: list[Any], only: list[int] | None = None) -> list[tuple[Any, float | None]]:
         """(number, value of its tensor), None where either is gone. One transfer from each device."""
@@ -375,8 +393,8 @@ def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
             continue
         before, now = stage.before[ident], slots.read(holder.obj)
         for key in restore:
-            a = before.get(key)
-            if not isinstance(a, torch.Tensor) or now.get(key) is not a or a.numel() == 0:
+            a, same = before.get(key), id(now.get(key)) == id(before.get(key))
+            if not isinstance(a, torch.Tensor) or not same or not a.numel():
                 continue
             track = stage.index.get(storage_key(a) or 0)
             if track is None or (track.stage is None and not track.ever and not _undone(session, track)):

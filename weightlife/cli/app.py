@@ -15,6 +15,7 @@ from rich.text import Text
 
 from weightlife._version import __version__
 from weightlife.cli import manifest, show
+from weightlife.cli.audit import audit
 from weightlife.cli.output import BAD, FAILED, GOOD, doing, emit_json, stderr, stdout, text
 from weightlife.errors import WeightlifeError
 from weightlife.runs import view
@@ -314,3 +315,8 @@ def demo(
     if html is not None:
         stderr().print(text(f"wrote {html}", limit=1000))
     raise typer.Exit(GOOD if held else BAD)
+
+
+# -- audit ----------------------------------------------------------------------------------------------------------
+
+app.command()(audit)
