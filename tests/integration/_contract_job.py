@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def main(a: Path, b: Path, storage: str, isolation: str) -> dict[str, Any]:
     before = Addresses(model, kv)
     captured_by_runner = runner.capture_model()  # no graphs here: says 0, and seals nothing
     found: dict[str, Any] = {"runner": [captured_by_runner, life.addresses.captured]}
+    started = time.perf_counter()
+    life.addresses.take()
+    found["walk_ms"] = round((time.perf_counter() - started) * 1e3, 2)
     found["sealed"] = weightlife.seal(llm.llm_engine.model_executor.driver_worker.worker)[0]
     found["recorded"] = [len(graph.memory), len(before.seen)]
     found["mirrors"] = len(life.addresses._mirrors)

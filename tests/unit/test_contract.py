@@ -465,6 +465,23 @@ class TestCapture:
         with pytest.raises(errors.NotAdoptableError, match="graphs of a test"):
             served.update(served.checkpoint(2))
 
+    def test_the_runners_capture_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A stand-in for vLLM's runner: capturing itself needs a GPU. The matrix runs a real one, without graphs."""
+        from weightlife.hosts import runtime
+        from weightlife.hosts.vllm import seams
+
+        monkeypatch.setattr(runtime, "installed", lambda: True)
+        served = Served(("packed",), storage="adopted")
+        runner = types.SimpleNamespace(get_model=lambda: served.model)
+        assert seams.capture_model(lambda: 0, runner, (), {}) == 0  # it left it out
+        seams.capture_model(lambda **_: 7, runner, (), {"profile_only": True})
+        assert served.life.addresses.captured == ""
+        assert seams.capture_model(lambda: 7, runner, (), {}) == 7
+        assert served.life.addresses.captured == "graphs were captured"
+        served.host.not_adoptable = "captured graphs read the present addresses"
+        assert seams.capture_model(lambda: 0, runner, (), {}) == 0
+        assert served.life.addresses.captured == "captured graphs read the present addresses"
+
     def test_a_host_says_that_it_captured(self, caplog: pytest.LogCaptureFixture) -> None:
         served = Served(("packed",))
         with caplog.at_level("INFO", "weightlife"):
