@@ -200,7 +200,7 @@ class TestTensors:
         """torch can't copy them as what they are."""
         raw = torch.from_numpy(some(64)).view(8, 8)
         four = raw.t().view(torch.float4_e2m1fn_x2)
-        assert digest.digest(four) == digest.digest(raw.t().contiguous())
+        assert digest.digests([four]) == digest.digests([raw.t().contiguous()])
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_every_dtype_counts_as_its_bytes(self, dtype: torch.dtype) -> None:
