@@ -417,6 +417,47 @@ class TestUpdates:
             assert torch.equal(served.run(), served.expected())
             assert graph.problems() == []
 
+    def test_two_tensors_that_become_one(self) -> None:
+        """One tensor can't be at both addresses: `pinned` refuses, `auto` adopts where nobody holds one."""
+
+        class Joining(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = parameter(4, 4, loader=self.copy)
+                self.other = parameter(4, 4, loader=self.copy)
+
+            def sources(self) -> dict[str, tuple[int, ...]]:
+                return {"weight": (4, 4), "other": (4, 4)}
+
+            def process(self) -> None:
+                first, second = self.weight.data, self.other.data
+                self.weight = nn.Parameter(first.t().contiguous(), requires_grad=False)
+                same = torch.equal(first, second)
+                self.other = (
+                    self.weight if same else nn.Parameter(second.t().contiguous(), requires_grad=False)
+                )
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight.t() @ x + self.other.t() @ x
+
+        def equal_halves(served: Served) -> dict[str, torch.Tensor]:
+            weights = served.checkpoint(1)
+            return {**weights, "special.other": weights["special.weight"].clone()}
+
+        served = Served(one(Joining), storage="pinned")
+        with unchanged(served.model), pytest.raises(errors.StorageMovedError, match="became one"):
+            served.update(equal_halves(served))
+        served.update(served.checkpoint(2))
+        assert torch.equal(served.run(), served.expected())
+        served = Served(one(Joining), storage="auto")
+        served.update(equal_halves(served))
+        assert served.life.reports[-1].storage == "adopted"
+        assert torch.equal(served.run(), served.expected())
+        weightlife.seal(served.model)
+        with pytest.raises(errors.StorageMovedError):
+            served.update(served.checkpoint(2))
+        assert torch.equal(served.run(), served.expected())
+
 
 class TestCapture:
     def test_before_a_capture_the_host_may_exchange_what_it_likes(self) -> None:
@@ -424,7 +465,9 @@ class TestCapture:
         layer = served.model.body.inner[1]
         layer.weight.data = layer.weight.data.clone()
         served.update(served.checkpoint(1))
-        assert served.life.reports[-1].contract_changes == []
+        # What the host took apart is one tensor again after processing, as it is after a cold load.
+        kinds = [change["kind"] for change in served.life.reports[-1].contract_changes]
+        assert set(kinds) <= {"joined"}
         assert torch.equal(served.run(), served.expected())
 
     def test_what_moved_since_goes_back_to_where_graphs_read(self) -> None:

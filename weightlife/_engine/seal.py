@@ -237,6 +237,13 @@ class Seal:
             if target is not None and int(target._cdata) == seen.key and _same_view(tensor, seen):
                 continue
             if going.get(id(tensor)) == seen.key and _same_geometry(tensor, seen):
+                if target is None:
+                    continue
+                # One tensor with another of the model (a tie that forms): it can't be at both addresses. Both get its
+                # values, and who captured one of them would read what the next update leaves behind.
+                kind = "moved" if self.captured else "joined"
+                detail = f"{_words(seen)} became one with another tensor"
+                settlement.changes.append(storage.Change(path, kind, detail))
                 continue
             if not self._firm(entry, life):
                 kind, what = "elsewhere", "something process-wide, or that no load makes"
@@ -342,7 +349,7 @@ class Seal:
         started = time.perf_counter()
         now = {step.path: tensor for step, tensor in self.walk.tensors()}
         opaque = tuple(c["path"] for c in session.report.contract_changes if c["kind"] == "opaque")
-        kinds = ("moved", "removed", "added")
+        kinds = ("moved", "removed", "added", "joined")
         known = {c["path"] for c in session.report.contract_changes if c["kind"] in kinds}
         wrong = [
             entry
@@ -370,7 +377,7 @@ class Seal:
         self._held = {}
         kinds = {change["kind"] for change in session.report.contract_changes}
         adopted = session.report.storage != "pinned"
-        if committed and (adopted or kinds & {"added", "removed", "moved"}):
+        if committed and (adopted or kinds & {"added", "removed", "moved", "joined"}):
             self._changed = True
             self._allowed = {
                 change["path"] for change in session.report.contract_changes if change["kind"] != "elsewhere"
