@@ -6,6 +6,7 @@ Every block of Python or of a shell carries a mark in the line above it, which n
     <!-- run: plain -->              Python that needs torch at most
     <!-- run: engine leaves=b -->    Python on a real engine that serves A; afterwards it must equal a cold load of B
     <!-- run: server leaves=b -->    the same, over HTTP, on `vllm serve`
+    <!-- run: pytest -->             a file of tests, run as it stands (plain/test_kernel_authors.py)
     <!-- run: shell -->              a shell session: commands, options and variables must exist; cheap ones are run
 
 Blocks of a page share one namespace, in their order. A block of nothing but definitions is called: each of its
@@ -26,7 +27,7 @@ PAGES = [
     ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md",
     ROOT / "benchmarks" / "RESULTS.md",
 ]  # fmt: skip
-KINDS = {"python": ("plain", "engine", "server"), "console": ("shell",)}
+KINDS = {"python": ("plain", "engine", "server", "pytest"), "console": ("shell",)}
 SILENT = frozenset({"text", "mermaid", "yaml", "json"})  # shown, not run
 _MARK = re.compile(r"<!-- run: (\w+)((?: \w+=\S+)*) -->")
 
