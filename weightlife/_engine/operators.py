@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife._engine.receive import Receiver, signature_of
+from weightlife._engine.untraced import UntracedMode
 
 # Calls that give a tensor's memory away, below any mode.
 _RAW = frozenset(
@@ -123,7 +124,7 @@ def _packet_schema(func: Any) -> Any:
     return getattr(func, names[0])._schema if names else None
 
 
-class WriteObserver(TorchDispatchMode):
+class WriteObserver(UntracedMode):
     """Notes which of the constructor's storages the first processing writes in place."""
 
     def __init__(self, table: dict[int, int]) -> None:

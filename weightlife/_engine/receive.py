@@ -17,11 +17,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
 from weightlife._engine.ledger import Region, region
 from weightlife._engine.skeleton import view_on
+from weightlife._engine.untraced import UntracedMode
 
 
 @dataclass
@@ -90,7 +91,7 @@ def signature_of(func: Any) -> _Signature:
 OnWrite = Callable[[Track, torch.Tensor, Any, tuple[Any, ...]], None]
 
 
-class Receiver(TorchDispatchMode):
+class Receiver(UntracedMode):
     """Looks up every storage that an operation touches.
 
     Args:
@@ -212,10 +213,10 @@ class Receiver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        signature = signature_of(func)
+        known = _SIGNATURES.get(id(func))
+        signature = signature_of(func) if known is None else known[0]
         if signature.passive or self.suspended:
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
         try:
             new = [
                 self.prepare(value, position in signature.writes, func, args)
@@ -223,20 +224,23 @@ class Receiver(TorchDispatchMode):
                 else value
                 for position, value in enumerate(args)
             ]
-            keywords = {
-                name: self.prepare(value, name in signature.keyword_writes, func, args)
-                for name, value in kwargs.items()
-            }
+            keywords = (
+                {
+                    name: self.prepare(value, name in signature.keyword_writes, func, args)
+                    for name, value in kwargs.items()
+                }
+                if kwargs
+                else {}
+            )
         except BaseException as error:
             # What is raised inside a dispatch mode may surface as another type: keep the original.
             self.error = self.error or error
             raise
         out = func(*new, **keywords)
-        if signature.writes:
-            # An in-place operation returns its argument: give the caller its own object back.
-            for position in signature.writes:
-                if position < len(args) and out is new[position]:
-                    return args[position]
+        # An in-place operation returns its argument: give the caller its own object back.
+        for position in signature.writes:
+            if position < len(args) and out is new[position]:
+                return args[position]
         return out
 
     def stream(
