@@ -56,6 +56,7 @@ class Child:
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_HERE.parent), *filter(None, [environment.get("PYTHONPATH")])]
         )
+        began = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / "_child.py"), side],
             stdin=subprocess.PIPE,
@@ -65,6 +66,8 @@ class Child:
             env={**environment, **_ENVIRONMENT, **_threads(threads)},
         )
         self._answer()
+        self.boot_seconds = time.perf_counter() - began
+        """From the start of the process until the host is imported."""
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Send a command and wait for its answer.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import models
-from _cases import GOALS, SOURCES, Row
+from _cases import GOALS, SOURCES, WHOLE, Row
 from _pair import SAMPLE_SECONDS, SIDES
 from _stats import NOISY, Paired, Spread
 
@@ -66,6 +66,8 @@ def leanest(rows: Sequence[Row]) -> set[int]:
 
 def goal(row: Row, lean: set[int]) -> float | None:
     """The goal that a row is held against, if it has one: only models of a real size have."""
+    if row.variant == WHOLE:
+        return None  # the strict row is the one without
     if row.model not in ("dense", "moe") or (row.case == "load" and row.model != "dense"):
         return None
     if row.case == "reload":
@@ -138,7 +140,7 @@ def cpu(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Ratios of CPU seconds and page faults, which another process on the machine disturbs less than wall time."""
     out = []
     for row in rows:
-        if paired(row) is None:
+        if paired(row) is None or not row.values("stock", "cpu_seconds"):
             continue
         keys = ("cpu_seconds", "faults")
         spent, faults = (Paired.of(row.values("stock", key), row.values("weightlife", key)) for key in keys)
@@ -242,7 +244,8 @@ two processes that take turns (stock, weightlife, stock, weightlife, ...). Secon
 of the ratios of pairs, weightlife over stock, with its quartiles; `~` marks a spread above {noise} % of the median.
 
 - **engine start-up**: the wall time of `LLM(...)` in a fresh process (weightlife: `install()` included; eager,
-  no tokenizer, which keeps everything else short and the ratio strict).
+  no tokenizer, which keeps everything else short and the ratio strict). A second row adds the start of the process
+  and the host's imports, as whoever waits for a server does.
 - **load phase**: inside the loader's `load_weights` and `process_weights_after_loading`, for a first load.
 - **reload**: one `reload_weights`, by path (a checkpoint in the page cache) or from tensors in memory, by isolation
   and storage. `[leanest]` is the exact mode with the smallest peak, of those within five per cent of it the fastest:

@@ -133,14 +133,33 @@ _INTRODUCTION = """\
 
 Written by `benchmarks/ledger_cost.py --write`; do not edit. A plain module with stacked experts, filled by calls of
 `param.weight_loader` with tensors of 8 x 16, so that the call is timed and not the copy; medians of {rounds} rounds in
-turn with the bare loader, one thread. *Later* is a whole update, from prepare to commit. *Bytes kept a call*: what the
-ledger and the manifest hold for each after the first load, divided by the calls; what a process allocates once (72 MB)
-is in it, and is most of the row with 500.
+turn with the bare loader, one thread. *Later* is a whole update, from prepare to commit, of which all but one item in
+some hundred runs by rule. *Bytes kept a call*: what the ledger and the manifest hold for each after the first load,
+divided by the calls; what a process allocates once (72 MB) is in it, and is most of the row with 500.
 
-Goals: first load at most 3x, later loads at most 1.3x a bare call, at most 300 bytes a region. **All are missed**: a
-dispatch mode stands over the whole load and sees every view that a loader makes. With tensors of real size the copy
-hides it (the table above), with 94,000 small ones it does not.
+Goals: first load at most {first}x, later loads at most {later}x a bare call, at most {size} bytes a region. {verdict}
+
+Where the rest is. First load: a call of this loader is three operations of torch, and an *empty* dispatch mode over
+them costs 8 us. Later loads: the mode is put on the stack while the sender's generator is pulled and taken off for the
+loader (0.7 us), the item is compared with its rule (1 us), memory for the new generation is made and touched for the
+first time (0.5 us), the ledger is filled and compared (0.7 us), one item in 256 is observed. With tensors of real size
+the copy hides all of it (the table above).
 """
+
+GOALS = {"first": 3.0, "later": 1.3, "size": 300}
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Which goals are met, by the rows beyond 500 calls."""
+    large = [row for row in rows if row["calls"] >= 20_000] or rows
+    worst = {
+        "first": max(row["first_ratio"] for row in large),
+        "later": max(row["later_ratio"] for row in large),
+        "size": max(row["bytes_a_call"] for row in large),
+    }
+    words = {"first": "first load", "later": "later loads", "size": "bytes"}
+    missed = [f"{words[name]} ({worst[name]:.3g})" for name, goal in GOALS.items() if worst[name] > goal]
+    return f"**Missed**: {', '.join(missed)}." if missed else "All are met."
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -175,7 +194,7 @@ def main() -> None:
     if options.write:
         _results.write(
             "ledger",
-            f"{_INTRODUCTION.format(rounds=options.rounds)}\n{datetime.now(timezone.utc).date().isoformat()}: {_results.machine()}.\n\n{text}",
+            f"{_INTRODUCTION.format(rounds=options.rounds, verdict=verdict(rows), **GOALS)}\n{datetime.now(timezone.utc).date().isoformat()}: {_results.machine()}.\n\n{text}",
         )
 
 
