@@ -27,6 +27,7 @@
     |   +-- EmptyUpdateError     WL208
     |   +-- NonFiniteError       WL209
     |   +-- DigestMismatchError  WL210
+    |   +-- LoaderChangedError   WL211
     |   +-- SourceError          WL220
     |       +-- TruncatedSourceError WL221
     |       +-- SourceIndexError WL222
@@ -86,6 +87,7 @@ __all__ = [
     "HalfTouchedLayerError",
     "HandshakeError",
     "HostError",
+    "LoaderChangedError",
     "MissingTensorError",
     "NonFiniteError",
     "NotAdoptableError",
@@ -350,6 +352,15 @@ class DigestMismatchError(CompletenessError):
 
     code = "WL210"
     default_hint = "look at the transport between sender and receiver, then send again"
+
+
+class LoaderChangedError(CompletenessError):
+    """A loader did not write what it wrote in the first load, while it was not observed; a complete update heals."""
+
+    code = "WL211"
+    default_hint = (
+        "send a complete update: all of it will be observed; report the loader if it does this by itself"
+    )
 
 
 class SourceError(CompletenessError):

@@ -39,6 +39,7 @@ GOLDEN = {
     "WL208": "EmptyUpdateError",
     "WL209": "NonFiniteError",
     "WL210": "DigestMismatchError",
+    "WL211": "LoaderChangedError",
     "WL220": "SourceError",
     "WL221": "TruncatedSourceError",
     "WL222": "SourceIndexError",

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import weightlife
 from tests.plainnet import A, B, C, Net, Pairs, copy_all, life_of, load, nets, outcome, push, served, serves
 from weightlife import errors
+from weightlife._engine.lifecycle import Lifecycle
+from weightlife.config import Settings
+from weightlife.hosts.torch import TorchHost
 
 __all__ = ["nets"]
 
@@ -374,3 +378,64 @@ class TestIntoAnImplicitSession:
         push(net, [B[0]])
         load(net, C)
         assert serves(net) == "C"
+
+
+class Whole(nn.Module):
+    """Parameters that are sent whole, under their own names."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.one = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.two = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        """By name."""
+        parameters = dict(self.named_parameters())
+        for name, value in weights:
+            parameters[name].data.copy_(value)
+
+    def process_weights_after_loading(self) -> None:
+        """Replace one, where it is packed."""
+        if self.packed:
+            self.two = nn.Parameter(self.two.data.clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize("isolation", ["staged", "in_place"])
+@pytest.mark.parametrize("sends", ["parameters", "views", "generator", "exchanged"])
+def test_a_sender_that_sends_what_serves(isolation: str, sends: str) -> None:
+    """Its own parameters show generation B as soon as that is written: what it means is what they held."""
+    model = Whole(False)
+    life = Lifecycle(model, TorchHost(model), Settings(log_level="error", isolation=isolation))
+    first = {"one": torch.randn(4, 4), "two": torch.randn(4, 4)}
+    life.load_weights(model.load_weights, list(first.items()))
+    assert life.first is not None
+    life.first.process(model.process_weights_after_loading)
+    names = ["two", "one"] if sends == "exchanged" and isolation == "staged" else ["one", "two"]
+    stream: Any = {
+        "parameters": lambda: list(model.named_parameters()),
+        "views": lambda: list(model.state_dict().items()),
+        "generator": lambda: ((name, p) for name, p in model.named_parameters()),
+        "exchanged": lambda: list(zip(names, model.parameters(), strict=True)),
+    }[sends]()
+    with life.owned("test"):
+        life.open("test", "update", True, "forbid")
+    life.load_weights(model.load_weights, stream)
+    life.finish("test")
+    for name, sent in zip(names, ("one", "two"), strict=True):
+        assert torch.equal(getattr(model, name), first[sent])
+
+
+def test_a_sender_that_sends_memory_that_is_being_filled() -> None:
+    """A parameter of a layer that is rebuilt holds nothing yet: refused, and A serves."""
+    model = Whole(True)
+    life = Lifecycle(model, TorchHost(model), Settings(log_level="error"))
+    first = {"one": torch.randn(4, 4), "two": torch.randn(4, 4)}
+    life.load_weights(model.load_weights, list(first.items()))
+    assert life.first is not None
+    life.first.process(model.process_weights_after_loading)
+    with life.owned("test"):
+        life.open("test", "update", True, "forbid")
+    with pytest.raises(errors.SessionStateError, match="being replaced"):
+        life.load_weights(model.load_weights, ((name, p) for name, p in model.named_parameters()))
+    assert torch.equal(model.one, first["one"]) and torch.equal(model.two, first["two"])

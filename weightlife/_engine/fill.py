@@ -78,8 +78,10 @@ def unwritten(session: WeightLoadSession, layers: set[int], numbers: list[int] |
             _placeholder(session, number)
         elif touched:
             provisional = session.life.manifest.provisional
-            if (track.stage is None and not provisional) or whole(track):
+            if track.stage is None and not provisional:
                 continue  # in place the rest is A's already
+            if session.life.manifest.whole(number, track) or whole(track):
+                continue
             mask = mask_of(track)
             if mask.all():
                 continue
@@ -105,7 +107,7 @@ def _placeholder(session: WeightLoadSession, number: int) -> None:
     stage = session.stage
     assert stage is not None
     track = stage.by_number[number]
-    if track.numel == 0 or whole(track):
+    if track.numel == 0 or session.life.manifest.whole(number, track) or whole(track):
         return
     mask = mask_of(track)
     if mask.all():

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, slots
+from weightlife._engine import footprint, ledger, rules, slots
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
-from weightlife._engine.receive import Receiver, Track, region_of
+from weightlife._engine.receive import Receiver, Track, region_of, signature_of
 from weightlife._engine.skeleton import dtype_name, own_memory, storage_key
 from weightlife.report import LoadReport
 
@@ -47,6 +47,11 @@ class FirstLoad:
         self._last_write: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
         self.sources: set[int] = set()  # storages of the tensors that came
+        self.learner = rules.Learner()
+        self._receiver: Receiver | None = None
+        self._kind = ""
+        self._sizes: dict[Any, tuple[tuple[int, ...], int]] = {}
+        self._tensor: Any = None
         self.tensors = 0
         self.nbytes = 0
         rank, world = life.host.rank()
@@ -88,12 +93,14 @@ class FirstLoad:
         sampled = Sampled(operators)
 
         def begin(name: Any, tensor: Any, followed: bool) -> None:
-            sampled.begin(str(name))
-            self._begin(name, tensor, followed)
+            self._begin(name, tensor, followed, sampled.begin(str(name)))
 
         def end() -> None:
             sampled.end()
-            self._end()
+            self._end(not receiver.odd)
+
+        self._receiver = receiver
+        self.learner.call(load)
 
         self.account.phase("receive")
         started, before = time.perf_counter(), (self.tensors, self.nbytes)
@@ -110,6 +117,8 @@ class FirstLoad:
             raise
         finally:
             self._name = ""
+            self._receiver = None
+            self.learner.whole = self.learner.whole and receiver.exhausted
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
             self.account.source_seconds += receiver.source_seconds
@@ -131,12 +140,14 @@ class FirstLoad:
             self.reads_first.add(number)
             self.life.skeleton.keep_unwritten(number, None)
 
-    def _begin(self, name: Any, tensor: Any, followed: bool) -> None:
-        nbytes = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
-        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
-        entry = Received(shape, str(getattr(tensor, "dtype", "")).removeprefix("torch."), nbytes)
-        self.received[str(name)] = entry
+    def _begin(self, name: Any, tensor: Any, followed: bool, kind: str) -> None:
+        known = isinstance(tensor, torch.Tensor)
+        shape, nbytes = self._size(tensor) if known else ((), 0)
+        entry = Received(shape, dtype_name(tensor) if known else "", nbytes)
         self._name = str(name)
+        self.learner.again(self.received.get(self._name))
+        self.received[self._name] = entry
+        self._kind, self._tensor = kind, tensor
         if self._name == self._failed_name:
             self._failed_name = ""
         self.current = entry if followed else None
@@ -146,8 +157,18 @@ class FirstLoad:
         self._item += 1
         self.nbytes += nbytes
 
-    def _end(self) -> None:
-        self.current = None
+    def _size(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+        """Shape and bytes of a source tensor, one object for all that are alike: kept 94,000 times otherwise."""
+        key = (tensor.shape, tensor.dtype)
+        known = self._sizes.get(key)
+        if known is None:
+            known = self._sizes[key] = (tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        return known
+
+    def _end(self, plain: bool) -> None:
+        if self.current is not None:
+            self.learner.end(self.current, self._kind, self._tensor, plain)
+        self.current = self._tensor = None
         self._item += 1
 
     def _late(self) -> set[int]:
@@ -170,6 +191,8 @@ class FirstLoad:
     def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         number = track.number
         assert number is not None
+        if self._receiver is not None and not rules.copies_own(func, args, self._tensor):
+            self._receiver.odd = True
         part = region_of(track, view)
         if part is None:
             self.irregular.add(number)
@@ -178,15 +201,19 @@ class FirstLoad:
             return
         if accumulates(func, args, int(track.storage._cdata)):
             self._on_read(track, view, func)
-        self.expected.setdefault(number, Counter())[part] += 1
+        known = self.expected.get(number)
+        if known is None:
+            known = self.expected[number] = Counter()
+        known[part] += 1
         self._last_write[number] = self._item
         if self.current is not None:
             self.current.writes.append((number, part))
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) and func._schema.name in COPY_OPERATORS:
-            if spreads(view, args[1]):
+        given = args[1] if len(args) > 1 else None
+        if isinstance(given, torch.Tensor):
+            if signature_of(func).name in COPY_OPERATORS and spreads(view, given):
                 self.spread.add(number)
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dtype != view.dtype:
-            self.casts.setdefault((number, str(args[1].dtype).removeprefix("torch.")), set()).add(part)
+            if given.dtype != view.dtype:
+                self.casts.setdefault((number, dtype_name(given)), set()).add(part)
 
     def _note_replaced(self) -> None:
         """Tensors that the loader gave other data (`.data =`) count as written whole."""
@@ -257,6 +284,7 @@ class FirstLoad:
         )
         manifest.custom = self.custom or bool(self.raw)
         manifest.late = self._late()
+        manifest.rules = rules.rules_of(manifest, skeleton, self.learner, self.raw | self.irregular)
         self.account.phase(None)
         self._close(plan, manifest)
         return out

@@ -19,8 +19,9 @@ from weightlife import _casts, errors
 from weightlife._engine import announce, ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
-from weightlife._engine.receive import Track, region_of
-from weightlife._engine.skeleton import storage_key, view_on
+from weightlife._engine.receive import Track, region_of, signature_of
+from weightlife._engine.rules import copies_own
+from weightlife._engine.skeleton import dtype_name, storage_key, view_on
 from weightlife._names import prefix_change
 
 if TYPE_CHECKING:
@@ -42,14 +43,15 @@ def accumulates(func: Any, args: tuple[Any, ...], storage: int) -> bool:
     """
     if func is None:
         return False
-    if "out" in func._schema.overload_name:
+    signature = signature_of(func)
+    if signature.out:
         return any(
             isinstance(value, torch.Tensor)
             and not value.is_meta
             and value.untyped_storage()._cdata == storage
             for value in args
         )
-    return func._schema.name not in OVERWRITING
+    return signature.name not in OVERWRITING
 
 
 class Intake:
@@ -80,18 +82,34 @@ class Intake:
 
     # -- the stream --------------------------------------------------------------------------------------------
 
-    def begin(self, name: Any, tensor: Any, followed: bool = True) -> None:
-        """A source tensor is about to be handed to the loader. `followed`: the writes that come next are its."""
+    def begin(self, name: Any, tensor: Any, followed: bool = True) -> torch.Tensor | None:
+        """A source tensor is about to be handed to the loader. `followed`: the writes that come next are its.
+
+        Returns what the loader gets instead, or None: a sender may send what serves back, by views or by the
+        parameters themselves. It means generation A's values, and these objects show B as soon as that is written.
+
+        Raises:
+            CompletenessError: of what this tensor is, by policy. SessionStateError: it is on memory that is only
+                about to be filled.
+        """
+        instead = None
         text = str(name)
         known = isinstance(tensor, torch.Tensor)
         nbytes = tensor.numel() * tensor.element_size() if known else 0
         shape = tuple(tensor.shape) if known else ()
-        dtype = str(tensor.dtype).removeprefix("torch.") if known else type(tensor).__name__
+        dtype = dtype_name(tensor) if known else type(tensor).__name__
         entry = self.received[text] = Received(shape, dtype, nbytes)
         self.tensors += 1
         self.nbytes += nbytes
         if known:
-            self.sources.add(storage_key(tensor) or 0)
+            key = storage_key(tensor) or 0
+            self.sources.add(key)
+            assert self.session.receiver is not None
+            track = self.session.receiver.index.get(key)
+            if track is not None:
+                instead, key = self._of_a(text, tensor, track), int(track.storage._cdata)
+            if followed:
+                self.session.receiver.sent_on = 0 if track is None else key
         self.unplaced = self.unplaced or not followed
         if followed:
             self.name, self.current, self._tensor = text, entry, tensor if known else None
@@ -107,6 +125,17 @@ class Intake:
             self.session.sent.arrived(text, tensor)
         if known and self.session.settings.nonfinite != "off" and tensor.is_floating_point():
             self._check_finite(text, tensor)
+        return instead
+
+    def _of_a(self, name: str, tensor: torch.Tensor, track: Track) -> torch.Tensor:
+        """Generation A's elements where a source tensor is a view of the model's memory."""
+        if track.placeholder:
+            raise errors.SessionStateError(
+                f"the source sends memory of {track.path} that is being replaced",
+                model=self.session.life.name, tensors=[name], session=self.session.id,
+                hint="compute what you send before the update begins (a list, not a generator over live weights)",
+            )  # fmt: skip
+        return view_on(track.storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _named(self) -> list[str]:
         return [self.name] if self.name else []
@@ -161,6 +190,10 @@ class Intake:
 
     def end(self) -> None:
         """The loader is done with it."""
+        trust = self.session.trust
+        if trust is not None and trust.sample is not None and self.current is not None:
+            assert self.session.receiver is not None
+            trust.compare(self.name, self.current, not self.session.receiver.odd)
         self.unplaced = self.unplaced or self.current is None or not self.current.writes
         if self.current is not None and not self.current.writes and self._tensor is not None:
             self._remember_partner(self.name, self.current, self._tensor)
@@ -212,10 +245,14 @@ class Intake:
         Raises:
             DtypeMismatchError, BypassError: it must not, by policy.
         """
-        if self.session.streamer is not None:
-            self.session.streamer.check(track)
+        session = self.session
+        if session.streamer is not None:
+            session.streamer.check(track)
         if not self.recording or track.number is None:
             return
+        if session.trust is not None and not copies_own(func, args, self._tensor):
+            assert session.receiver is not None
+            session.receiver.odd = True
         if track.placeholder and self.session.foreign_modes:
             # Such a mode (a sparse update) turns copies into changes of the storage that serves, and finds none here.
             raise errors.BypassError(
@@ -234,17 +271,49 @@ class Intake:
             return
         if part not in track.ever and accumulates(func, args, int(track.current._cdata)):
             self._before_reading(track, part, func)
-        self._sequence += 1
-        if not self.session.explicit:
-            self._maybe_new_epoch(track, part)
-            self._count(track.number, part, track.written[part] + 1)
-        track.written[part] += 1
-        if self.session.streamer is not None:
-            self.session.streamer.count(track.number, part, track.written[part])
-        track.sequence[part] = (self._sequence, self.calls)
-        track.ever.add(part)
+        self._enter(track, track.number, part)
         if self.current is not None:
             self.current.writes.append((track.number, part))
+
+    def _enter(self, track: Track, number: int, part: Region) -> None:
+        """A region was written."""
+        if not self.session.explicit:  # only an update without an end has epochs
+            self._sequence += 1
+            self._maybe_new_epoch(track, part)
+            self._count(number, part, track.written[part] + 1)
+            track.sequence[part] = (self._sequence, self.calls)
+        track.written[part] += 1
+        if self.session.streamer is not None:
+            self.session.streamer.count(number, part, track.written[part])
+        track.ever.add(part)
+
+    def credit(self, entries: list[Received]) -> None:
+        """Enter what items wrote that were not observed. They are in `received` already, in their order."""
+        stage = self.session.stage
+        assert stage is not None
+        self.tensors += len(entries)
+        self.nbytes += sum([entry.nbytes for entry in entries])
+        if self.session.explicit and self.session.streamer is None:
+            regions: dict[int, list[Region]] = {}
+            for entry in entries:
+                for number, part in entry.writes:
+                    if number in regions:
+                        regions[number].append(part)
+                    else:
+                        regions[number] = [part]
+            for number, parts in regions.items():
+                track = stage.by_number[number]
+                track.written.update(parts)
+                track.ever.update(parts)
+            return
+        for entry in entries:
+            for number, part in entry.writes:
+                self._enter(stage.by_number[number], number, part)
+
+    def unobserved(self) -> None:
+        """A loader failed at an item that ran by rule: it is the one that errors are about."""
+        self.name = next(reversed(self.received), "")
+        self.current = self.received.get(self.name)
 
     def on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
         """An operation reads generation B.
@@ -380,7 +449,7 @@ class Intake:
 
     def _check_cast(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         session = self.session
-        if func is None or func._schema.name not in COPY_OPERATORS or len(args) < 2:
+        if func is None or len(args) < 2 or signature_of(func).name not in COPY_OPERATORS:
             return
         pairs = zip(args[0], args[1], strict=False) if isinstance(args[0], (list, tuple)) else [args[:2]]
         target = str(view.dtype).removeprefix("torch.")

@@ -147,9 +147,17 @@ class Comparison:
         return not (self.missing or self.surplus)
 
 
+def equal(one: Counter[Region], other: Counter[Region]) -> bool:
+    """Whether two multisets have the same entries, zeros included.
+
+    Not `==`: a counter compares itself element by element in Python, 0.9 us each.
+    """
+    return dict.__eq__(one, other) is True
+
+
 def compare(numel: int, expected: Counter[Region], received: Counter[Region]) -> Comparison:
     """Elements of `expected` that were not received, and elements received more often than expected."""
-    if expected == received:
+    if equal(expected, received):
         return Comparison(0, 0)
     if not received:
         return Comparison(int((counts(numel, expected) > 0).sum()), 0)

@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING
 from weightlife._engine import ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.receive import Track
+from weightlife._engine.rules import Rules
 from weightlife._engine.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from weightlife._engine.announce import Facts
 
 
-@dataclass
+@dataclass(slots=True)
 class Received:
-    """One source tensor of a session: where it went. Shape and dtype are the sender's."""
+    """One source tensor of a session: where it went. Shape and dtype are the sender's.
+
+    `kind`: a number that alike names of a first load have in common; -1 where their writes are always observed.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     writes: list[tuple[int, Region]] = field(default_factory=list)
     digest: bytes = b""  # of a tied partner that the loader left out, in the parameter's dtype
+    kind: int = -1
 
 
 @dataclass
@@ -45,8 +50,10 @@ class Manifest:
         default_factory=set
     )  # storages that loaders read before they have written them
     late: set[int] | None = None  # storages touched again after their layer was complete; None: not known
+    rules: Rules | None = None  # what its load taught about the writes of each name
     custom: bool = True  # loaders call custom operators or ask for raw memory: watch for both
     facts: Facts | None = None  # what `announce` made of it
+    _tiled: dict[int, bool] = field(default_factory=dict)  # storages that the expected regions fill
 
     def cast_accepted(self, number: int, source: str, part: Region) -> bool:
         """Whether a load that was taken as complete cast this dtype for this region.
@@ -57,6 +64,16 @@ class Manifest:
         if not regions:
             return False
         return part in regions or part not in self.expected.get(number, ())
+
+    def whole(self, number: int, track: Track) -> bool:
+        """Whether a storage was written as a complete load writes it, and that leaves no element out."""
+        expected = self.expected.get(number)
+        if expected is None or not ledger.equal(expected, track.written):
+            return False
+        known = self._tiled.get(number)
+        if known is None:
+            known = self._tiled[number] = ledger.tiled(track.numel, expected)
+        return known
 
     def layers(self, skeleton: Skeleton) -> set[int]:
         """Ids of the modules that a load writes to."""
@@ -124,7 +141,7 @@ def surplus(manifest: Manifest, skeleton: Skeleton, tracks: dict[int, Track]) ->
     out = []
     for number, track in tracks.items():
         expected = manifest.expected.get(number, Counter())
-        if track.irregular or not track.written or track.written == expected:
+        if track.irregular or not track.written or ledger.equal(track.written, expected):
             continue
         # Legal: the same regions under other cuts, or fewer of them.
         if ledger.compare(skeleton.storages[number].numel, expected, track.written).surplus:

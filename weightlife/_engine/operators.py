@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife._engine.receive import Receiver, signature_of
+from weightlife._engine.rules import kind_of
 from weightlife._engine.untraced import UntracedMode
 
 # Calls that give a tensor's memory away, below any mode.
@@ -23,6 +23,8 @@ _RAW = frozenset(
     {torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__array__,
      torch.Tensor.__dlpack__}
 )  # fmt: skip
+# Calls that look at values where no mode sees it: what a loader does then may depend on them.
+_LOOKS = _RAW | {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__}
 
 
 class CustomOperators(TorchFunctionMode):
@@ -44,6 +46,8 @@ class CustomOperators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _LOOKS and self.receiver is not None:
+            self.receiver.odd = True
         if func in _RAW and self.receiver is not None and args and isinstance(args[0], torch.Tensor):
             return func(self.receiver.hand_out(args[0]), *args[1:], **kwargs)
         if not isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
@@ -52,6 +56,8 @@ class CustomOperators(TorchFunctionMode):
         if schema is None or schema.name.startswith("aten::"):
             return func(*args, **kwargs)
         self.used = True
+        if self.receiver is not None:
+            self.receiver.odd = True
         declared = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
         receiver = self.receiver
         if receiver is not None:
@@ -96,24 +102,22 @@ class Sampled:
         self.end()
         self.mode.__exit__(*error)
 
-    def begin(self, name: str) -> None:
-        """A tensor of this name is about to be loaded."""
-        kind = _NUMBER.sub("#", name)
+    def begin(self, name: str) -> str:
+        """A tensor of this name is about to be loaded. Returns its kind."""
+        kind = kind_of(name)
         self._seen[kind] += 1
         depth = torch._C._len_torch_function_stack()
         on_top = depth and torch._C._get_function_stack_at(depth - 1) is self.mode
         if self._seen[kind] > 2 and on_top and not self._off:
             torch._C._pop_torch_function_stack()
             self._off = True
+        return kind
 
     def end(self) -> None:
         """It was loaded."""
         if self._off:
             torch._C._push_on_torch_function_stack(self.mode)
             self._off = False
-
-
-_NUMBER = re.compile(r"\d+")
 
 
 @lru_cache(maxsize=1024)

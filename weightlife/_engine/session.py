@@ -23,6 +23,7 @@ from weightlife._engine.receive import Receiver
 from weightlife._engine.stage import Stage
 from weightlife._engine.states import State, move
 from weightlife._engine.streaming import Streamer
+from weightlife._engine.trust import Trust
 from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class WeightLoadSession:
         self.processed: set[int] = set()
         self.written: dict[int, Any] = {}
         self.streamer: Streamer | None = None
+        self.trust: Trust | None = None  # items whose writes are known need not be observed
         self.kept_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self.foreign_modes = False  # a client's own dispatch mode stood over a call
         self.kernel_format = operation == "kernel_format"
@@ -163,8 +165,22 @@ class WeightLoadSession:
             self.streamer = Streamer(self)
             self.receiver.on_retired = self.streamer.refuse
         self.stage.present()
+        if self._may_trust():
+            self.trust = Trust(self)
         self.state = State.PREPARED
         self.phase("receive")
+
+    def _may_trust(self) -> bool:
+        """Whether the first load taught rules, and nothing asks to look at every tensor."""
+        rules = self.life.manifest.rules
+        return (
+            rules is not None
+            and not rules.off
+            and not self.kernel_format
+            and self.sent is None
+            and self.settings.nonfinite == "off"
+            and self.partial != "allow"
+        )
 
     def _may_stream(self) -> bool:
         """Whether layers may be processed before the finish: the caller says when it ends, and nothing comes twice.
@@ -206,9 +222,19 @@ class WeightLoadSession:
         with self.inside():
             self.state = State.RECEIVING
             intake.recording = True
+            stopped = False
+            trust = self.trust if self.trust is not None and self.trust.serves(load) else None
             try:
-                out = load(receiver.stream(weights, intake.begin, intake.end))
-                receiver.raise_lost()
+                try:
+                    out = load(receiver.stream(weights, intake.begin, intake.end, trust))
+                    receiver.raise_lost()
+                finally:
+                    stopped = receiver.aside
+                    if stopped:
+                        intake.unobserved()
+                        receiver.stand()
+                    if trust is not None:
+                        trust.fold()
             except errors.WeightlifeError:
                 raise
             except Exception as error:
@@ -219,6 +245,8 @@ class WeightLoadSession:
             finally:
                 intake.recording = False
                 self.account.load_seconds += time.perf_counter() - began
+        if trust is not None and stopped:  # what it did after that was not observed
+            raise trust.broken("a loader that read its source to the end did not", [intake.name])
         if intake.unplaced:  # it may stand in the place of a parameter
             self.note_replaced()
         return out
@@ -296,6 +324,8 @@ class WeightLoadSession:
         assert self.stage is not None
         self.phase("validate")
         self.stage.show_b()
+        if self.trust is not None:
+            self.trust.check()
         self.note_replaced()
         if self.sent is not None:
             different = self.sent.problem(self)
@@ -431,7 +461,7 @@ class WeightLoadSession:
         self._error = None
         if self.stage is not None:
             self.stage.drop()
-        self.stage = self.receiver = self.operators = self.streamer = None
+        self.stage = self.receiver = self.operators = self.streamer = self.trust = None
 
     def copied(self, tensors: int, size: int) -> None:
         """So much went into the memory that serves."""

@@ -29,6 +29,13 @@ from weightlife._engine import slots
 SMALL_BYTES = 64 * 1024
 
 
+DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+"""Dtypes as manifests write them. Asked for every tensor of a load: one string for each, made once."""
+
 INFERENCE = "made under torch.inference_mode(), and can't be written outside of it: use torch.no_grad()"
 
 
@@ -130,7 +137,8 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """A dtype as manifests write it: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    known = DTYPE_NAMES.get(tensor.dtype)
+    return str(tensor.dtype).removeprefix("torch.") if known is None else known
 
 
 def own_memory(tensor: torch.Tensor, sources: set[int]) -> None:

@@ -140,6 +140,13 @@ class Streamer:
         assert stage is not None
         life = session.life
         layer = life.skeleton.holders[unit.ident].obj
+        if session.trust is not None:
+            assert session.receiver is not None
+            session.receiver.suspended = True
+            try:
+                session.trust.check(unit.numbers)
+            finally:
+                session.receiver.suspended = False
         with session.hooks_run_now():
             fill.unwritten(session, unit.members, unit.numbers)
             raw = stage.retire(unit.numbers)
