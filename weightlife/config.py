@@ -31,6 +31,7 @@ Partial = Literal["forbid", "by_layer", "allow"]
 Unexpected = Literal["refuse", "ignore"]
 Check = Literal["strict", "warn", "off"]
 Processing = Literal["as_complete", "at_finish"]
+WatchWrites = Literal["sampled", "all"]
 Layers = Literal["off", "slow", "all"]
 CopyBackend = Literal["auto", "triton", "foreach", "copy"]
 Digests = Literal["off", "commit"]
@@ -159,6 +160,14 @@ class Settings:
             Processing,
             "In place and pinned: 'as_complete' processes and commits a layer as soon as all of its tensors have "
             "come, so that raw weights need not wait in memory; 'at_finish' processes all layers together.",
+        ),
+    )
+    watch_writes: WatchWrites = field(
+        default="sampled",
+        metadata=_choice(
+            WatchWrites,
+            "Writes of later loads: 'sampled' lets loaders that only copied in the first load run without being "
+            "observed, checks that they wrote, and observes one tensor in 256; 'all' observes each.",
         ),
     )
     copy_backend: CopyBackend = field(

@@ -358,9 +358,7 @@ class LoaderChangedError(CompletenessError):
     """A loader did not write what it wrote in the first load, while it was not observed; a complete update heals."""
 
     code = "WL211"
-    default_hint = (
-        "send a complete update: all of it will be observed; report the loader if it does this by itself"
-    )
+    default_hint = "send a complete update: all of it will be observed; watch_writes='all' if the loader does so by itself"
 
 
 class SourceError(CompletenessError):

@@ -41,6 +41,7 @@ def test_defaults() -> None:
         "nonfinite": "off",
         "contract": "strict",
         "processing": "as_complete",
+        "watch_writes": "sampled",
         "copy_backend": "auto",
         "digests": "off",
         "undo_budget_bytes": None,

@@ -695,6 +695,13 @@ def test_sessions_that_look_at_every_tensor_observe_all(setting: dict[str, Any],
     assert by_rule == [] and torch.equal(rig.model.values(), rig.a)
 
 
+def test_the_setting_that_observes_everything(by_rule: list[str]) -> None:
+    """One word turns rules off."""
+    rig = Rig(True, watch_writes="all")
+    rig.update(checkpoint(1))
+    assert by_rule == [] and rig.holds(checkpoint(1))
+
+
 def test_a_source_that_reads_what_is_being_replaced_is_refused(by_rule: list[str]) -> None:
     """Also between two items that run by rule."""
     rig = Rig(True)

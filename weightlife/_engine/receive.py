@@ -483,14 +483,14 @@ class Receiver(UntracedMode):
 
         They would cost 19 us a tensor under the mode.
         """
-        depth = torch._C._len_torch_dispatch_stack()
-        if depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not self:
+        depth = _length()
+        if depth == 0 or _at(depth - 1) is not self:
             return next(source)
-        mode = _pop_mode()
+        _pop(None)
         try:
             return next(source)
         finally:
-            _push_mode(mode)
+            _push(self)
 
 
 @lru_cache(maxsize=4096)

@@ -176,6 +176,7 @@ class WeightLoadSession:
         return (
             rules is not None
             and not rules.off
+            and self.settings.watch_writes == "sampled"
             and not self.kernel_format
             and self.sent is None
             and self.settings.nonfinite == "off"
