@@ -257,6 +257,30 @@ def test_bare_calls(packed: bool, by_rule: list[str]) -> None:
         assert rig.holds([*first[:-1], second[-1]])
 
 
+def test_names_of_one_kind_that_lead_to_other_parameters(by_rule: list[str]) -> None:
+    """Numbers apart they are alike: the first item of each parameter's size is observed."""
+
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__(True)
+            for index, layer in enumerate(self.layers):
+                if index:
+                    layer.weight = nn.Parameter(
+                        torch.zeros(EXPERTS + index, ROWS, COLUMNS), requires_grad=False
+                    )
+
+    model = Two()
+    life = Lifecycle(model, TorchHost(model), Settings(log_level="error"))
+    life.load_weights(model.load_weights, checkpoint(0))
+    assert life.first is not None
+    life.first.process(lambda: [layer.process_weights_after_loading() for layer in model.layers])
+    with life.owned("test"):
+        life.open("test", "update", True, "forbid")
+    life.load_weights(model.load_weights, checkpoint(1))
+    life.finish("test")
+    assert by_rule == [name for name, _ in checkpoint(1) if not name.endswith(".0")]
+
+
 # -- loaders that do not do again what they did --------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ class FirstLoad:
         self._last_write: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
         self.sources: set[int] = set()  # storages of the tensors that came
-        self.learner = rules.Learner()
+        self.learner = rules.Learner(life.skeleton)
         self._receiver: Receiver | None = None
         self._kind = ""
         self._sizes: dict[Any, tuple[tuple[int, ...], int]] = {}

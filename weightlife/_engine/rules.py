@@ -116,7 +116,8 @@ def copies_own(func: Any, args: tuple[Any, ...], tensor: torch.Tensor | None) ->
 class Learner:
     """Watches the items of a first load, and marks the names whose writes need not be watched again."""
 
-    def __init__(self) -> None:
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.storages = skeleton.storages
         self.kinds: dict[tuple[Any, ...], int] = {}
         self.odd: set[int] = set()  # kinds of which some item did more than copy
         self.loader: Any = None
@@ -133,7 +134,9 @@ class Learner:
 
     def end(self, entry: Received, kind: str, tensor: Any, plain: bool) -> None:
         """An item is done. `plain`: only views were made, and all that was written was copied from its tensor."""
-        number = self.kinds.setdefault((kind, entry.shape, entry.dtype), len(self.kinds))
+        # Names that differ in numbers only may lead to other parameters (w1 and w2 of an expert): by their sizes.
+        sizes = tuple([self.storages[storage].nbytes for storage, _ in entry.writes])
+        number = self.kinds.setdefault((kind, entry.shape, entry.dtype, sizes), len(self.kinds))
         entry.kind = number
         entry.writes = list(entry.writes)  # a list that grew keeps room for more
         if not plain or not entry.writes or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
