@@ -618,6 +618,12 @@ class ToyHost:
         if hook is not None:
             hook()
 
+    def has_model_hook(self) -> bool:
+        return hasattr(self.model, "process")
+
+    def probe(self, layer: nn.Module) -> torch.Tensor | None:
+        return None
+
     def contexts(self) -> Any:
         return nullcontext()
 

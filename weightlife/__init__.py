@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from weightlife._integrity import check_digests, digest, expect
     from weightlife._manifest import Manifest
+    from weightlife._verify import verify
     from weightlife._session import abort, session, watch, wrap_loader
 
 _LAZY = {
@@ -49,6 +50,7 @@ _LAZY = {
     "digest": "weightlife._integrity",
     "expect": "weightlife._integrity",
     "session": "weightlife._session",
+    "verify": "weightlife._verify",
     "watch": "weightlife._session",
     "wrap_loader": "weightlife._session",
 }
@@ -56,7 +58,7 @@ _LAZY = {
 __all__ = [
     "Manifest", "__version__", "abort", "check_digests", "configure_otel", "declare", "digest", "errors", "expect",
     "install", "last_report", "last_reports", "manifest", "manifests", "observe", "seal", "session", "status",
-    "uninstall", "watch", "wrap_loader",
+    "uninstall", "verify", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

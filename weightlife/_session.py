@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -136,6 +137,9 @@ def _wrap_loader(loader: Any, chunked: bool, expected: Any, settings: dict[str, 
         def call(stream: Any) -> Any:
             return loader(model, stream, *args, **kwargs)
 
+        model_of = weakref.ref(model)  # what is kept on the model must not keep it alive
+
+        life.loader = lambda stream: loader(model_of(), stream, *args, **kwargs)
         if life.first is not None:
             out = life.load_weights(call, weights)
             if not chunked:

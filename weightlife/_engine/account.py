@@ -29,9 +29,10 @@ class Account:
     Args:
         report: the report of a load that begins now.
         model: whose device's high-water mark is read.
+        told: whether listeners hear of it.
     """
 
-    def __init__(self, report: LoadReport, model: torch.nn.Module) -> None:
+    def __init__(self, report: LoadReport, model: torch.nn.Module, told: bool = True) -> None:
         self.report = report
         self.model = model
         self.load_seconds = 0.0  # inside load calls, the source included
@@ -41,7 +42,12 @@ class Account:
         self._started = time.perf_counter()
         self._running: tuple[str, float] | None = None
         self._high_water = memory.high_water(model)
-        bus.emit(SESSION_START, report.session_id, report=report)
+        self._told = told
+        self._emit(SESSION_START, report=report)
+
+    def _emit(self, event: str, **content: object) -> None:
+        if self._told:
+            bus.emit(event, self.report.session_id, **content)
 
     @property
     def running(self) -> str | None:
@@ -60,10 +66,10 @@ class Account:
         if self._running is not None:
             old, started = self._running
             self._add(old, started, now - started)
-            bus.emit(PHASE_END, self.report.session_id, phase=old, tensors=tensors, bytes=size)
+            self._emit(PHASE_END, phase=old, tensors=tensors, bytes=size)
         self._running = None if name is None else (name, now)
         if name is not None:
-            bus.emit(PHASE_START, self.report.session_id, phase=name)
+            self._emit(PHASE_START, phase=name)
 
     def _add(self, name: str, started: float, seconds: float) -> None:
         for record in self.report.phases:
@@ -78,14 +84,14 @@ class Account:
         spent = self.report.processing
         spent[hook] = spent.get(hook, 0.0) + seconds
         self.layer_seconds[path] = self.layer_seconds.get(path, 0.0) + seconds
-        bus.emit(LAYER_PROCESSED, self.report.session_id, layer=path, hook=hook, seconds=seconds)
+        self._emit(LAYER_PROCESSED, layer=path, hook=hook, seconds=seconds)
 
     def violation(self, error: errors.WeightlifeError) -> None:
         """Something was not as it must be."""
         tensors = list(error.tensors)[:32]
         self.report.violations.append(Violation(error.code, error.message, error.layer, tensors))
-        bus.emit(
-            VIOLATION, self.report.session_id, code=error.code, layer=error.layer, message=error.message,
+        self._emit(
+            VIOLATION, code=error.code, layer=error.layer, message=error.message,
             tensors=tensors,
         )  # fmt: skip
 
@@ -128,9 +134,7 @@ class Account:
 
     def closed(self, error: BaseException | str = "") -> None:
         """The report is complete."""
-        bus.emit(
-            SESSION_END, self.report.session_id, report=self.report, outcome=self.report.outcome, error=error
-        )
+        self._emit(SESSION_END, report=self.report, outcome=self.report.outcome, error=error)
 
 
 __all__ = ["Account"]

@@ -56,8 +56,10 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
     storages = life.skeleton.storages
     if session.partial == "allow":
         return None
-    if session.partial == "forbid":
-        wanted: Iterable[int] = life.manifest.expected
+    if session.scope is not None:
+        wanted: Iterable[int] = session.scope
+    elif session.partial == "forbid":
+        wanted = life.manifest.expected
     else:
         rebuilt = life.plan.rebuild & touched
         wanted = [n for n in life.manifest.expected if storages[n].layers & rebuilt]

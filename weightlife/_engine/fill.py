@@ -22,7 +22,7 @@ def restore(session: WeightLoadSession, touched: set[int]) -> set[int]:
     """Put untouched layers back, give unwritten elements their values. Returns the layers to process."""
     life, stage = session.life, session.stage
     assert stage is not None
-    rebuild = life.plan.rebuild
+    rebuild = session.plan.rebuild
     loaded = life.manifest.layers(life.skeleton) if not life.manifest.provisional else touched
     derived = {i for i in rebuild - loaded - touched if has_hook(life, i)}
     session.idle = (rebuild & loaded) - touched

@@ -96,6 +96,8 @@ class Lifecycle(Teller):
         self.addresses = seal.Seal(self)
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
+        self.links: list[tuple[int, int]] = []  # layers of which one needs the other when it is rebuilt
+        self.loader: Callable[[Any], Any] | None = None  # of a plain module, where it was wrapped
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)

@@ -18,12 +18,14 @@ def run(
     late: Callable[[torch.nn.Module], bool],
     phase: Callable[[str], object],
     on_layer: Callable[[str, str, float], object],
+    before: bool = True,
+    last: bool = True,
 ) -> None:
     """Process the `wanted` layers, and the deferred ones that are `late`, in the host's order.
 
     Deferred layers (attention and the like) read what other layers' hooks made, so all of them come after every
     quant hook; the model's own hook comes last. `phase` is told what begins, `on_layer` the path, hook and seconds
-    of each layer.
+    of each layer. Without `before` and `last` what the host does to the whole model is left out.
 
     Raises:
         Whatever a hook raises, unchanged.
@@ -35,7 +37,8 @@ def run(
         on_layer(path, hook, time.perf_counter() - started)
 
     phase("process_quant")
-    host.before_processing()
+    if before:
+        host.before_processing()
     for path, layer in list(model.named_modules()):
         hook = host.layer_hook(layer)
         if hook is not None and wanted(layer):
@@ -44,5 +47,6 @@ def run(
     for path, layer in list(model.named_modules()):
         if host.is_deferred(layer) and late(layer):
             timed(path, type(layer).__name__, host.process_deferred, layer)
-    phase("process_model")
-    host.process_model()
+    if last:
+        phase("process_model")
+        host.process_model()

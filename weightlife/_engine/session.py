@@ -46,6 +46,8 @@ class WeightLoadSession:
         settings: override the model's for this session.
     """
 
+    told = True  # listeners hear of it
+
     def __init__(
         self,
         life: Lifecycle,
@@ -89,7 +91,17 @@ class WeightLoadSession:
             rank=rank, world_size=world, started_at=datetime.now(timezone.utc).isoformat(),
             isolation=self.settings.isolation, versions=life.host.versions(),
         )  # fmt: skip
-        self.account = Account(self.report, life.model)
+        self.account = Account(self.report, life.model, self.told)
+
+    @property
+    def plan(self) -> Plan:
+        """What goes back to the constructor's state in this session."""
+        return self.life.plan
+
+    @property
+    def scope(self) -> set[int] | None:
+        """The storages that this session is to write, where that is not all that its kind demands."""
+        return None
 
     @property
     def state(self) -> State:
@@ -340,14 +352,7 @@ class WeightLoadSession:
             self.streamer.close()
         self.state = State.PROCESSING
         if not self.kernel_format:
-            # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
-            wanted = fill.restore(self, touched)
-            self.processed = wanted
-            self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
-            self.stage.forget_placeholders()
-            with self.inside():
-                self._process(wanted - early)
-            self.stage.put_back_unmade(self.idle)
+            self._rebuild(touched, early)
         self.phase("validate")
         self.state = State.VALIDATING
         self.life.addresses.mirrors(self)
@@ -359,6 +364,18 @@ class WeightLoadSession:
         self.life.vote(True, self)
         self.phase("copy_back")
         self._commit(settlement, touched)
+
+    def _rebuild(self, touched: set[int], early: set[int]) -> None:
+        """Generation B in kernel format. `touched`: layers that were written; `early`: those processed already."""
+        assert self.stage is not None
+        # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
+        wanted = fill.restore(self, touched)
+        self.processed = wanted
+        self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
+        self.stage.forget_placeholders()
+        with self.inside():
+            self._process(wanted - early)
+        self.stage.put_back_unmade(self.idle)
 
     def note_replaced(self) -> None:
         """Enter what a loader replaced instead of writing it."""

@@ -61,6 +61,7 @@ class Stage:
         isolated: stage live storages (`staged`); otherwise writes go into them (`in_place`).
         fill: called on memory that was just made (tests poison it).
         declared: storage beside the model that the user declared.
+        whole: the plan of the whole model, where `plan` is a part of it.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class Stage:
         isolated: bool = True,
         fill: Callable[[torch.Tensor], None] | None = None,
         declared: Iterable[slots.Declared] = (),
+        whole: Plan | None = None,
     ) -> None:
         self.model = model
         self.skeleton = skeleton
         self.plan = plan
+        self.whole = plan if whole is None else whole
         self.skip = skip
         self.isolated = isolated
         self.fill = fill
@@ -94,7 +97,7 @@ class Stage:
     # -- generation A ------------------------------------------------------------------------------------------
 
     def _index_live(self) -> None:
-        numbers = live_numbers(self.skeleton, self.plan)
+        numbers = live_numbers(self.skeleton, self.whole)
         seen: set[int] = set()
         for ident, state in self.before.items():
             holder = self.holders[ident]

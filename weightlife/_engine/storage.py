@@ -202,6 +202,7 @@ class Settler:
                 self.out.changes.append(Change(path, "added", describe(b)))
             return
         if type(a) is not type(b) or isinstance(a, torch.nn.Module):
+            self._leaf(path, a, b)
             return
         if slots.is_opaque(a):
             self.out.changes.append(
@@ -209,18 +210,27 @@ class Settler:
             )
             return
         if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
+            self._leaf(path, a, b)
             return
         if not (
             hasattr(a, "__dict__")
             or isinstance(a, (list, tuple, dict, types.FunctionType, functools.partial))
         ):
             if not slots._slot_names(a):
+                self._leaf(path, a, b)
                 return
         before = self.stage.before.get(id(a)) or slots.read(a)
         now = slots.read(b)
+        self._within(path, before, now)
         for key, value in before.items():
             if key in now and key[0] not in ("module", "set"):
                 self._match(slots.step(path, key), value, now[key])
+
+    def _leaf(self, path: str, a: Any, b: Any) -> None:
+        """Two values that are not entered, and are no tensors. A commit takes B's."""
+
+    def _within(self, path: str, before: slots.State, now: slots.State) -> None:
+        """Two objects of one type are about to be compared slot by slot."""
 
     def _pair(self, path: str, a: torch.Tensor, b: torch.Tensor, a_view: torch.Tensor) -> None:
         a_key, b_key = storage_key(a_view), storage_key(b)

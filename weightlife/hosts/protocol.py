@@ -52,6 +52,15 @@ class Host(Protocol):
     def process_model(self) -> None:
         """The model's own hook, after everything else."""
 
+    def has_model_hook(self) -> bool:
+        """Whether `process_model` does anything. It may look at every layer."""
+
+    def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """What the layer's kernel answers to a fixed input, for weights in memory that no tensor owns.
+
+        The same bits for the same weights. None where that is not known how.
+        """
+
     def contexts(self) -> AbstractContextManager[Any]:
         """The contexts in which loading and processing run (current configuration)."""
 

@@ -93,6 +93,15 @@ class TorchHost:
         if hook is not None:
             hook()
 
+    def has_model_hook(self) -> bool:
+        """Whether the root has a hook."""
+        model = self._model()
+        return model is not None and self._hook(model) is not None
+
+    def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """Nothing is known of a foreign layer's inputs."""
+        return None
+
     def contexts(self) -> AbstractContextManager[Any]:
         """The owner's contexts."""
         return self._contexts()

@@ -21,6 +21,11 @@ FOREIGN_MODULES = (
     "vllm.utils", "vllm.v1.worker", "vllm.v1.core", "vllm.lora", "transformers", "logging", "threading",
 )  # fmt: skip
 
+# Rows of a probe of a packed weight. With 16, a changed bit of least weight among 896 shows in two of three cases,
+# anything larger always; more rows would make the probe dearer than the load (a GEMM instead of a read).
+PROBE_ROWS = 16
+PROBE_SEED = 20_260
+
 # Ranks of one engine make the same calls in the same order; one that does not arrive in this time never will.
 VOTE_TIMEOUT = timedelta(seconds=120)
 
@@ -133,6 +138,23 @@ class VllmHost:
             from vllm.model_executor.model_loader.reload import set_torchao_reload_attrs
 
             set_torchao_reload_attrs(self.model, self.model_config)
+
+    def has_model_hook(self) -> bool:
+        """The model's own hook, or attributes that torchao sets on all layers."""
+        hook = getattr(self.model, "process_weights_after_loading", None)
+        return hook is not None or getattr(self.model_config, "quantization", None) == "torchao"
+
+    def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """Linear layers, embeddings and heads, called as their `forward` calls them, without bias."""
+        method = self._quant_method(layer)
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+        if method is None or not isinstance(width, int):
+            return None
+        generator = torch.Generator().manual_seed(PROBE_SEED)
+        rows = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.float32)
+        with torch.no_grad():
+            answer = method.apply(layer, rows.to(self.model_config.dtype).to(self.device), None)
+        return answer if isinstance(answer, torch.Tensor) else None
 
     @contextmanager
     def contexts(self) -> Iterator[None]:

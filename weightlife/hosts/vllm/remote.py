@@ -47,6 +47,10 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return _api.local_manifest(life, (payload or {}).get("checkpoint")).to_dict()
     if question == "scrub":
         return scrub(worker)
+    if question == "verify":
+        from weightlife import _verify
+
+        return _verify.local_verify(worker.model_runner.get_model(), **(payload or {})).to_dict()
     if question in ("digest", "check_digests", "expect"):
         return _integrity(worker, question, payload or {})
     if question in ("declare", "seal"):

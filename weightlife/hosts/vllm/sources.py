@@ -28,6 +28,17 @@ def of(host: Any, path: Any, dummy: str = "") -> source_checks.Source | None:
         path: the path that the caller gave; None: the one that is configured.
         dummy: the format that counts where the engine was started on dummy weights, whose loader reads no files.
     """
+    found = parts(host, path)
+    return None if found is None else source_checks.merged([(prefix, source) for prefix, _, source in found])
+
+
+def parts(host: Any, path: Any) -> list[tuple[str, Path, source_checks.Source]] | None:
+    """The folders that a reload by path would read: the prefix that names get, where they are, and their headers.
+
+    Args:
+        host: as for `of`.
+        path: as for `of`.
+    """
     if not isinstance(host, VllmHost):
         return None
     load_format = str(getattr(host.vllm_config.load_config, "load_format", ""))
@@ -35,12 +46,18 @@ def of(host: Any, path: Any, dummy: str = "") -> source_checks.Source | None:
     if load_format not in _FORMATS or getattr(host.model, "allow_patterns_overrides", None) is not None:
         return None
     folder = path if path is not None else getattr(host.model_config, "model", None)
-    parts = [("", _read(folder, load_format))]
+    out = []
+    for prefix, below in [("", folder), *_more(host)]:
+        source = _read(below, load_format)
+        if source is None:
+            return None
+        out.append((prefix, Path(below), source))
+    return out
+
+
+def _more(host: VllmHost) -> Iterator[tuple[str, Path]]:
     for more in getattr(host.model, "secondary_weights", ()):
-        below = Path(more.model_or_path) / (more.subfolder or "")
-        parts.append((more.prefix, _read(below, load_format)))
-    whole = [(prefix, source) for prefix, source in parts if source is not None]
-    return source_checks.merged(whole) if len(whole) == len(parts) else None
+        yield more.prefix, Path(more.model_or_path) / (more.subfolder or "")
 
 
 def _read(folder: Any, load_format: str) -> source_checks.Source | None:
