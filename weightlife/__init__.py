@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     )
     from weightlife._integrity import check_digests, digest, expect
     from weightlife._manifest import Manifest
-    from weightlife._verify import verify
     from weightlife._session import abort, session, watch, wrap_loader
+    from weightlife._verify import verify
 
 _LAZY = {
     "configure_otel": "weightlife._api",

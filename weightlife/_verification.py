@@ -214,7 +214,11 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that survives JSON."""
-        return {"schema_version": SCHEMA_VERSION, "ok": self.ok, "ranks": [rank.to_dict() for rank in self.ranks]}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "ok": self.ok,
+            "ranks": [rank.to_dict() for rank in self.ranks],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> VerifyReport:
@@ -223,9 +227,11 @@ class VerifyReport:
         Raises:
             ConfigError: another schema, or no report.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        version = data.get("schema_version")
         if version != SCHEMA_VERSION or isinstance(version, bool):
-            raise ConfigError(f"a verification of schema {clean(version)}; this version reads {SCHEMA_VERSION}")
+            raise ConfigError(
+                f"a verification of schema {clean(version)}; this version reads {SCHEMA_VERSION}"
+            )
         ranks = data.get("ranks")
         if not isinstance(ranks, list):
             raise ConfigError("a verification lacks its ranks")

@@ -60,7 +60,7 @@ def verify(
     """
     from weightlife._integrity import _here
 
-    if isinstance(layers, bool) or not isinstance(layers, (int, float)) or not 0 < layers <= 1:
+    if isinstance(layers, bool) or not 0 < layers <= 1:
         raise errors.ConfigError(f"layers is a share above 0 and at most 1, not {layers!r}")
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else int(seed)
     if isinstance(source, (str, os.PathLike)):
@@ -105,7 +105,9 @@ def _loader(life: Lifecycle, model: Any, loader: Any) -> Callable[[Any], Any]:
     found = life.loader or (own if callable(own) else None)
     if found is None:
         raise errors.ConfigError(
-            "nothing is known that loads this model", model=life.name, hint="give verify(..., loader=function)"
+            "nothing is known that loads this model",
+            model=life.name,
+            hint="give verify(..., loader=function)",
         )
     return found
 
@@ -120,12 +122,16 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
         return "an iterable", source
     hosted = isinstance(life.host, VllmHost)
     if source is None and not hosted:
-        raise errors.ConfigError("a plain module has no checkpoint of its own: give a source", model=life.name)
+        raise errors.ConfigError(
+            "a plain module has no checkpoint of its own: give a source", model=life.name
+        )
     where = source if source is not None else life.host.model_config.model  # type: ignore[attr-defined]
     try:
         parts = sources.parts(life.host, where) if hosted else [("", Path(where), source_checks.read(where))]
     except OSError as error:
-        raise errors.SourceError(f"{Path(where).name!r} can't be read: {error.strerror}", model=life.name) from error
+        raise errors.SourceError(
+            f"{Path(where).name!r} can't be read: {error.strerror}", model=life.name
+        ) from error
     if parts is None or not any(found.headers for _, _, found in parts):
         if parts:
             for _, _, found in parts:
@@ -154,7 +160,12 @@ class Folder:
 
     def names(self) -> list[str]:
         """All names."""
-        return [f"{prefix}{n}" for prefix, _, found in self._parts for names in found.files.values() for n in names]
+        return [
+            f"{prefix}{n}"
+            for prefix, _, found in self._parts
+            for names in found.files.values()
+            for n in names
+        ]
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Some tensors, on the CPU; their memory is the file's."""

@@ -93,7 +93,9 @@ def _made(life: Lifecycle, sets: _Sets, layers: set[int], blind: set[int]) -> li
     skeleton, manifest = life.skeleton, life.manifest
     found: dict[int, Group] = {}
     for entry_name, entry in manifest.names.items():
-        owner = next((o for number, _ in entry.writes for o in skeleton.storages[number].layers if o in layers), None)
+        owner = next(
+            (o for number, _ in entry.writes for o in skeleton.storages[number].layers if o in layers), None
+        )
         if owner is None:
             continue
         found.setdefault(sets.root(owner), Group()).names.append(entry_name)
@@ -122,7 +124,7 @@ def _made(life: Lifecycle, sets: _Sets, layers: set[int], blind: set[int]) -> li
 
 def merged(groups: Sequence[Group]) -> Group:
     """Several groups as one."""
-    out = Group(path=groups[0].path)
+    out = Group(path=groups[0].path, blind=all(group.blind for group in groups))
     for group in groups:
         out.layers |= group.layers
         out.numbers |= group.numbers

@@ -79,7 +79,9 @@ class Pairing(storage.Settler):
             elif key in now:
                 self._differ(path, "missing", f"a cold load has {_kind(now[key])} there")
             else:
-                self._differ(path, "unexpected", f"a cold load has nothing there, and not {_kind(before[key])}")
+                self._differ(
+                    path, "unexpected", f"a cold load has nothing there, and not {_kind(before[key])}"
+                )
 
     def _differ(self, path: str, what: str, detail: str = "", **more: Any) -> None:
         if self._shared and what != "value":
@@ -114,14 +116,20 @@ class Pairing(storage.Settler):
         a_key, b_key = storage_key(a_view), storage_key(b)
         if a_key is None or b_key is None:
             if a_key != b_key:
-                self._differ(path, "geometry", f"{storage.describe(a_view)} serves, a cold load has {storage.describe(b)}")
+                self._differ(
+                    path,
+                    "geometry",
+                    f"{storage.describe(a_view)} serves, a cold load has {storage.describe(b)}",
+                )
             else:
                 self.untold.append(Untold(path, "a tensor without memory of its own"))
             return
         view = (a_key, a_view.storage_offset(), tuple(a_view.shape), a_view.stride())
         self.covered.add(view)
         if storage._geometry(a_view) != storage._geometry(b):
-            self._differ(path, "geometry", f"{storage.describe(a_view)} serves, a cold load has {storage.describe(b)}")
+            self._differ(
+                path, "geometry", f"{storage.describe(a_view)} serves, a cold load has {storage.describe(b)}"
+            )
             return
         known = (*view, b_key, b.storage_offset())
         if a_key == b_key or known in self._compared:
@@ -183,7 +191,11 @@ class Pairing(storage.Settler):
 
 def _kind(value: Any) -> str:
     """What a value is, without what is in it."""
-    return storage.describe(value) if isinstance(value, torch.Tensor) else f"an object of type {type(value).__name__}"
+    return (
+        storage.describe(value)
+        if isinstance(value, torch.Tensor)
+        else f"an object of type {type(value).__name__}"
+    )
 
 
 __all__ = ["Pairing"]

@@ -86,7 +86,9 @@ class _Proof:
                 raise _AgainError from None
             path = self.life.layer_path(link.other)
             for group in groups:
-                self._leave_out(group, f"it needs {path}, which went by earlier; a second verification keeps both")
+                self._leave_out(
+                    group, f"it needs {path}, which went by earlier; a second verification keeps both"
+                )
         for group in groups:
             self.done += group.nbytes
         self.progress(self.done, self.total)
@@ -120,9 +122,7 @@ class _Proof:
         group.layers -= owners
         group.numbers -= gone
         written = self.life.manifest.names
-        group.names = [
-            n for n in group.names if not any(number in gone for number, _ in written[n].writes)
-        ]
+        group.names = [n for n in group.names if not any(number in gone for number, _ in written[n].writes)]
         return True
 
     def _rehearse(self, rehearsal: Rehearsal, weights: Callable[[set[str]], Pairs]) -> None:
@@ -151,14 +151,14 @@ class _Proof:
     def _blind(self, difference: Difference, group: Group) -> bool:
         if not group.blind:
             return False
-        self.found.tell(Untold(difference.path, "some hook changes it, and which is not known"))
+        self.found.tell(Untold(difference.path, "a loader or a hook changes it, and which is not known"))
         return True
 
     def _counted(self, weights: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
         size = self.done
         for name, tensor in weights:
             yield name, tensor
-            size += tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+            size += tensor.numel() * tensor.element_size()
             self.progress(min(size, self.total), self.total)
 
     def _natives(self, rehearsal: Rehearsal, pairing: Pairing) -> list[Difference]:
@@ -166,7 +166,7 @@ class _Proof:
         life = self.life
         layers: dict[int, str] = {}
         for path, owners in pairing.natives.items():
-            mine = [ident for ident in owners & rehearsal.group.layers]
+            mine = owners & rehearsal.group.layers
             for ident in mine:
                 layers.setdefault(ident, path)
             if not mine:
@@ -186,7 +186,9 @@ class _Proof:
             if a.shape != b.shape or a.dtype != b.dtype or differ is not None:
                 count = differ.count if differ is not None else a.numel()
                 name = life.layer_path(ident)
-                out.append(Difference(path, "native", f"the kernel of {name} gives other answers", count, a.numel()))
+                out.append(
+                    Difference(path, "native", f"the kernel of {name} gives other answers", count, a.numel())
+                )
         return out
 
     def _probe(self, ident: int, path: str) -> torch.Tensor | None:
@@ -225,7 +227,10 @@ def quiet(life: Lifecycle) -> None:
         raise errors.PoisonedModelError(life.poisoned, **context)
     if life.session is not None:
         raise errors.SessionStateError(
-            "verify while an update is open", session=life.session.id, hint="finish or abort it first", **context
+            "verify while an update is open",
+            session=life.session.id,
+            hint="finish or abort it first",
+            **context,
         )
     why = life.host.refuse_reason("verify")
     if why is not None:
@@ -382,7 +387,11 @@ def _rest(proof: _Proof) -> None:
             continue
         if any(path.startswith(f"{other}.") for other in others if other):
             continue  # counted by `layers` and `layers_compared`
-        found.tell(Untold(path, "no load writes it and no hook makes it: it is as the constructor or a request left it"))
+        found.tell(
+            Untold(
+                path, "no load writes it and no hook makes it: it is as the constructor or a request left it"
+            )
+        )
 
 
 __all__ = ["Files", "prove", "quiet"]

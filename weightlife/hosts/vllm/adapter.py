@@ -147,13 +147,16 @@ class VllmHost:
     def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """Linear layers, embeddings and heads, called as their `forward` calls them, without bias."""
         method = self._quant_method(layer)
-        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
-        if method is None or not isinstance(width, int):
+        names = ("input_size_per_partition", "input_size", "embedding_dim")
+        width = next((w for name in names if isinstance(w := getattr(layer, name, None), int)), None)
+        if method is None or width is None:
             return None
         generator = torch.Generator().manual_seed(PROBE_SEED)
         rows = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.float32)
+        # A router's weights may be float32 in a bfloat16 model, and native kernels don't look at their input's dtype.
+        dtype = getattr(layer, "params_dtype", None) or self.model_config.dtype
         with torch.no_grad():
-            answer = method.apply(layer, rows.to(self.model_config.dtype).to(self.device), None)
+            answer = method.apply(layer, rows.to(dtype).to(self.device), None)
         return answer if isinstance(answer, torch.Tensor) else None
 
     @contextmanager

@@ -92,7 +92,9 @@ def _share_log() -> None:
 def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Every call of a model's `load_weights`, from the host or from a client."""
     owner = _known(instance)
-    if owner is not None and owner.is_inside():  # of a session, or of `verify`, which also runs in observe mode
+    if (
+        owner is not None and owner.is_inside()
+    ):  # of a session, or of `verify`, which also runs in observe mode
         owner.refuse_from_source("load_weights")
         return wrapped(*args, **kwargs)
     life = _ready(instance)

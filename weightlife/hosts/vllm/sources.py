@@ -49,7 +49,7 @@ def parts(host: Any, path: Any) -> list[tuple[str, Path, source_checks.Source]] 
     out = []
     for prefix, below in [("", folder), *_more(host)]:
         source = _read(below, load_format)
-        if source is None:
+        if below is None or source is None:
             return None
         out.append((prefix, Path(below), source))
     return out
