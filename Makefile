@@ -101,6 +101,7 @@ test-full: setup ## the whole product of families, ways and modes (hours; goes o
 .PHONY: bench
 bench: setup ## measure against stock vLLM, paired in one run
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/verify_cost.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/ledger_cost.py $(BENCH_ARGS)
 
 .PHONY: clean

@@ -166,6 +166,20 @@ class Engine:
                 raise RuntimeError(f"the reload ended {report.outcome}: {report.error}")
         return {**out, "answer": self.answer()}
 
+    def verify(self, path: str, layers: float = 1.0, seed: int = 0) -> dict[str, Any]:
+        """One `weightlife.verify` against a checkpoint, and an answer after it."""
+        import weightlife
+
+        out: dict[str, Any] = {}
+        with measured(out):
+            report = weightlife.verify(self.llm, path, layers=layers, seed=seed)
+        (rank,) = report.ranks
+        return {
+            **out, "ok": report.ok, "differences": len(rank.differences), "largest_bytes": rank.largest_bytes,
+            "bytes": rank.bytes, "probed": rank.probed, "phases": rank.phases, "groups": rank.groups,
+            "answer": self.answer(),
+        }  # fmt: skip
+
     def _stream(self, path: str) -> Iterator[tuple[str, Any]]:
         yield from self.held[path]
 

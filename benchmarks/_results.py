@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
-_ORDER = ("stock", "ledger", "telemetry", "digests", "kernels")
+_ORDER = ("stock", "verify", "ledger", "telemetry", "digests", "kernels")
 
 
 def write(name: str, text: str, place: Path = RESULTS) -> None:

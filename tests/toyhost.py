@@ -618,6 +618,9 @@ class ToyHost:
         if hook is not None:
             hook()
 
+    def ties_late(self) -> bool:
+        return False
+
     def has_model_hook(self) -> bool:
         return hasattr(self.model, "process")
 

@@ -69,11 +69,12 @@ def of(life: Lifecycle) -> list[Group]:
         sets.join(layer for number, _ in entry.writes for layer in skeleton.storages[number].layers)
     blind = set()
     together: list[int] = []
+    late = host.ties_late()
     for ident in layers:
         module = skeleton.holders[ident].obj
         if host.is_deferred(module):
             sets.join([ident, *(id(child) for child in module.modules())])
-        if host.layer_hook(module) is not None and not host.may_process_early(module):
+        if late and host.layer_hook(module) is not None and not host.may_process_early(module):
             together.append(ident)
         if ident in plan.rebuild and not fill.has_hook(life, ident):
             above = fill._nearest_hooked(life, ident)

@@ -14,6 +14,7 @@ import torch
 from weightlife import errors
 from weightlife._engine import groups as grouping
 from weightlife._engine import runtime
+from weightlife._engine.arena import Arena
 from weightlife._engine.completeness import nearest_clause
 from weightlife._engine.equal import unequal
 from weightlife._engine.groups import Group
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Pairs = Iterable[tuple[str, torch.Tensor]]
 Progress = Callable[[int, int], None]
 """Told of bytes that were rebuilt, and of all that will be."""
+
+
+# For rounding, and for what the constructor makes and no load writes.
+_SLACK = 1 << 20
 
 
 class Files(Protocol):
@@ -54,6 +59,7 @@ class _Proof:
     found: RankVerification
     progress: Progress
     groups: list[Group]
+    arena: Arena
     total: int = 0
     done: int = 0
     covered: set[Any] = field(default_factory=set)
@@ -103,7 +109,7 @@ class _Proof:
                     model=life.name, hint="run it again when no update comes",
                 )  # fmt: skip
             while True:
-                rehearsal = Rehearsal(life, group, life.host.has_model_hook())
+                rehearsal = Rehearsal(life, group, life.host.has_model_hook(), self.arena)
                 with rehearsal.opened():
                     if self._resized(rehearsal, group):
                         continue
@@ -306,7 +312,8 @@ def _begin(
         groups=len(chosen), largest_bytes=max((group.nbytes for group in chosen), default=0),
     )  # fmt: skip
     total = sum(group.nbytes for group in chosen)
-    return _Proof(life, load, found, progress, chosen, total, generation=life.generation)
+    arena = Arena(found.largest_bytes + _SLACK)
+    return _Proof(life, load, found, progress, chosen, arena, total, generation=life.generation)
 
 
 def _names(life: Lifecycle, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife._engine import completeness, processing, storage
+from weightlife._engine.arena import Arena
 from weightlife._engine.footprint import Plan
 from weightlife._engine.groups import Group
 from weightlife._engine.operators import CustomOperators
@@ -82,15 +83,17 @@ class Rehearsal(WeightLoadSession):
         life: the model's lifecycle.
         group: what is rebuilt.
         whole: it is the whole model, and the model's own hook runs.
+        arena: memory for what is rebuilt.
     """
 
     told = False  # no load happens
 
-    def __init__(self, life: Lifecycle, group: Group, whole: bool) -> None:
+    def __init__(self, life: Lifecycle, group: Group, whole: bool, arena: Arena) -> None:
         settings = life.settings.replace(isolation="staged", nonfinite="off", storage="pinned")
         super().__init__(life, "verify", "update", True, "forbid", settings=settings)
         self.group = group
         self.whole_model = whole
+        self.arena = arena
         self.running: int | None = None  # the layer whose hook runs
         restore = {
             ident: wanted
@@ -156,6 +159,7 @@ class Rehearsal(WeightLoadSession):
                 interrupted = error
         self.state = State.ABORTED
         self.stage = self.receiver = self.operators = self.streamer = None
+        self.arena.reset()
         if interrupted is not None:
             raise interrupted
 
@@ -163,6 +167,7 @@ class Rehearsal(WeightLoadSession):
         """Generation A as it is, and S0 of these layers in the module tree. Use it `opened()`."""
         life = self.life
         self.stage = Stage(life.model, life.skeleton, self._plan, life.host.skip, True, life.fill, life.plan)
+        self.stage.memory = self.arena.take
         self.receiver = Receiver(
             self.stage.index,
             self.intake.on_write,
@@ -220,7 +225,7 @@ class Rehearsal(WeightLoadSession):
                 return True
             return False
 
-        tied = any(
+        tied = host.ties_late() and any(
             not host.may_process_early(life.skeleton.holders[ident].obj)
             for ident in self.group.layers
             if host.layer_hook(life.skeleton.holders[ident].obj) is not None

@@ -39,6 +39,10 @@ def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:
                     yield key, attribute
 
 
+def _fresh(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device=device)
+
+
 def same_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same storage, in the same shape."""
     return (
@@ -82,6 +86,7 @@ class Stage:
         self.skip = skip
         self.isolated = isolated
         self.fill = fill
+        self.memory: Callable[[int, torch.device], torch.UntypedStorage] = _fresh
         self.showing_b = False
         self.index: dict[int, Track] = {}
         self.placeholders: dict[int, torch.Tensor] = {}  # tensor number -> placeholder
@@ -175,7 +180,7 @@ class Stage:
             skeleton = self.skeleton.storages[made.storage]
             # Memory from the start: a loader may read, print or take the address of a parameter. On a CPU pages come
             # at the first touch; on a device all of B is there before processing anyway.
-            storage = torch.UntypedStorage(skeleton.nbytes, device=skeleton.device)
+            storage = self.memory(skeleton.nbytes, skeleton.device)
             if self.fill is not None:
                 self.fill(view_on(storage, skeleton.dtype, 0, (skeleton.numel,), (1,)))
             track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
@@ -204,7 +209,7 @@ class Stage:
         if not self.isolated:
             self.keep_undo(track.storage)
             return
-        stage = torch.UntypedStorage(track.nbytes, device=track.storage.device)
+        stage = self.memory(track.nbytes, track.storage.device)
         track.stage = stage
         self.index[int(stage._cdata)] = track
         whole = (track.nbytes,)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from weightlife._version import __version__
 from weightlife.cli import manifest, show
+from weightlife.cli import verify as verify_command
 from weightlife.cli.audit import audit
 from weightlife.cli.output import BAD, FAILED, GOOD, doing, emit_json, stderr, stdout, text
 from weightlife.errors import WeightlifeError
@@ -33,6 +34,7 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Follow what the processes of a run store.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(manifest.app, name="manifest")
+verify_command.register(app)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version instead of text.")]
 RunPath = Annotated[

@@ -52,6 +52,9 @@ class Host(Protocol):
     def process_model(self) -> None:
         """The model's own hook, after everything else."""
 
+    def ties_late(self) -> bool:
+        """Whether `before_processing` may tie layers that the constructor made apart."""
+
     def has_model_hook(self) -> bool:
         """Whether `process_model` does anything. It may look at every layer."""
 

@@ -93,6 +93,10 @@ class TorchHost:
         if hook is not None:
             hook()
 
+    def ties_late(self) -> bool:
+        """Nothing does."""
+        return False
+
     def has_model_hook(self) -> bool:
         """Whether the root has a hook."""
         model = self._model()

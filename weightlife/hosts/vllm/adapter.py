@@ -139,6 +139,10 @@ class VllmHost:
 
             set_torchao_reload_attrs(self.model, self.model_config)
 
+    def ties_late(self) -> bool:
+        """A head that the checkpoint brings although the configuration says tied."""
+        return bool(getattr(self.model_config, "word_embeddings_untied_by_checkpoint", False))
+
     def has_model_hook(self) -> bool:
         """The model's own hook, or attributes that torchao sets on all layers."""
         hook = getattr(self.model, "process_weights_after_loading", None)
