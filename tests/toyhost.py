@@ -622,7 +622,7 @@ class ToyHost:
         return False
 
     def has_model_hook(self) -> bool:
-        return hasattr(self.model, "process")
+        return getattr(self.model, "process", None) is not None
 
     def probe(self, layer: nn.Module) -> torch.Tensor | None:
         return None

@@ -125,8 +125,8 @@ class RankVerification:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, and something was compared."""
-        return not self.differences and bool(self.tensors or self.probed)
+        """Nothing differs of what could be compared, and some layer was rebuilt. `untold` has the rest."""
+        return not self.differences and self.layers_compared > 0
 
     def differ(self, found: list[Difference]) -> None:
         """Add differences, as many as are kept."""
@@ -165,7 +165,7 @@ class RankVerification:
 
     def __str__(self) -> str:
         verdict = "equal to a cold load" if self.ok else "NOT what a cold load holds"
-        if not (self.tensors or self.probed):
+        if not self.layers_compared:
             verdict = "nothing was compared"
         lines = [
             f"weightlife verify {clean(self.model)}: {verdict}",

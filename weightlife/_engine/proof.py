@@ -370,9 +370,9 @@ def _stream(proof: _Proof, source: Any) -> None:
         proof.found.waiting_bytes = max(proof.found.waiting_bytes, held)
         lacking[id(group)].discard(name)
         if not lacking[id(group)] and group not in ready and all(n in seen for n in group.names):
-            ready.append(group)
-            if sum(g.nbytes for g in ready) >= proof.found.largest_bytes:
+            if sum(g.nbytes for g in ready) + group.nbytes > proof.found.largest_bytes:
                 flush()
+            ready.append(group)
     _names(life, list(seen))
     ready += [group for group in proof.groups if id(group) in waiting and group not in ready]
     for batch in grouping.batches(list(ready), proof.found.largest_bytes):
