@@ -75,13 +75,12 @@ def verify(
             "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
         )  # a bar can be shown, and it starts faster
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    chosen = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 256, **more}
     try:
         weightlife.install()
         with _quiet_stdout():
-            from vllm import LLM
+            from weightlife.hosts.vllm.start import start
 
-            llm = LLM(str(model or checkpoint), **chosen)
+            llm = start(str(model or checkpoint), **more)
             report = weightlife.verify(llm, checkpoint, layers=layers, seed=seed)
     except WeightlifeError:
         raise  # the command line says it, with its next step
