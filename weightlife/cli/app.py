@@ -34,7 +34,6 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Follow what the processes of a run store.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(manifest.app, name="manifest")
-verify_command.register(app)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version instead of text.")]
 RunPath = Annotated[
@@ -319,6 +318,7 @@ def demo(
     raise typer.Exit(GOOD if held else BAD)
 
 
-# -- audit ----------------------------------------------------------------------------------------------------------
+# -- audit and verify -----------------------------------------------------------------------------------------------
 
 app.command()(audit)
+verify_command.register(app)

@@ -21,8 +21,8 @@ FOREIGN_MODULES = (
     "vllm.utils", "vllm.v1.worker", "vllm.v1.core", "vllm.lora", "transformers", "logging", "threading",
 )  # fmt: skip
 
-# Rows of a probe of a packed weight. With 16, a changed bit of least weight among 896 shows in two of three cases,
-# anything larger always; more rows would make the probe dearer than the load (a GEMM instead of a read).
+# Rows of a probe of a packed weight, in bfloat16. With 16, of 400 changes of the least bit of one weight among 896 inputs
+# 66 % showed (4,864 inputs: 40 %), of its bit 5 98 %. More rows cost a multiplication instead of a read.
 PROBE_ROWS = 16
 PROBE_SEED = 20_260
 
