@@ -248,8 +248,11 @@ def _failures(llm: Any, model: Any, pair: Any) -> dict[str, str]:
 
 
 def ranks(family: str, root: str) -> dict[str, Any]:
-    """Two ranks: each verifies its shard, and a fault on one of them is of that one."""
+    """Two ranks: each verifies its shard, and each finds a fault of its own."""
+    from vllm import SamplingParams
+
     import weightlife
+    from weightlife._verification import VerifyReport
     from weightlife.testing import checkpoints, oracle
 
     weightlife.install()
@@ -261,8 +264,10 @@ def ranks(family: str, root: str) -> dict[str, Any]:
     _reload(llm, pair.b)
     prompts: Any = [{"prompt_token_ids": list(p)} for p in oracle.PROMPTS]
 
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
     def tokens() -> list[list[int]]:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, use_tqdm=False)]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
 
     before = tokens()
     b = weightlife.verify(llm, pair.b)
@@ -270,7 +275,7 @@ def ranks(family: str, root: str) -> dict[str, Any]:
     own = weightlife.verify(llm, layers=0.5, seed=1)
     found: dict[str, Any] = {
         "b": b.to_dict(), "a": [len(rank.differences) for rank in a.ranks], "own": own.ok,
-        "back": weightlife.verify(llm, pair.b).to_dict() == weightlife._verify.VerifyReport.from_dict(b.to_dict()).to_dict(),
+        "round": VerifyReport.from_dict(b.to_dict()).to_dict() == b.to_dict(),
     }  # fmt: skip
     llm.collective_rpc("digest_fault", args=("model.norm.weight", "bit"))
     found["both"] = [[d.path for d in rank.differences] for rank in weightlife.verify(llm, pair.b).ranks]
@@ -316,7 +321,7 @@ def job(call: str, **arguments: Any) -> dict[str, Any]:
     root = str(Path(__file__).resolve().parents[2])
     return {
         "call": f"tests.integration._verify_job:{call}", "path": [root], "arguments": arguments,
-        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": root},
     }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def test_two_ranks_verify_a_shard_each(job: Job) -> None:
         (0, 2, True),
         (1, 2, True),
     ]
-    assert all(found["a"]) and found["own"] and found["tokens"]
+    assert all(found["a"]) and found["own"] and found["tokens"] and found["round"]
     assert found["both"] == [["model.norm.weight"]] * 2
     assert "WL001" in found["refused"] and found["nowhere"] == "SourceError"
 
