@@ -127,7 +127,11 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
         )
     where = source if source is not None else life.host.model_config.model  # type: ignore[attr-defined]
     try:
-        parts = sources.parts(life.host, where) if hosted else [("", Path(where), source_checks.read(where))]
+        parts = (
+            sources.parts(life.host, where, "auto")
+            if hosted
+            else [("", Path(where), source_checks.read(where))]
+        )
     except OSError as error:
         raise errors.SourceError(
             f"{Path(where).name!r} can't be read: {error.strerror}", model=life.name

@@ -28,16 +28,17 @@ def of(host: Any, path: Any, dummy: str = "") -> source_checks.Source | None:
         path: the path that the caller gave; None: the one that is configured.
         dummy: the format that counts where the engine was started on dummy weights, whose loader reads no files.
     """
-    found = parts(host, path)
+    found = parts(host, path, dummy)
     return None if found is None else source_checks.merged([(prefix, source) for prefix, _, source in found])
 
 
-def parts(host: Any, path: Any) -> list[tuple[str, Path, source_checks.Source]] | None:
+def parts(host: Any, path: Any, dummy: str = "") -> list[tuple[str, Path, source_checks.Source]] | None:
     """The folders that a reload by path would read: the prefix that names get, where they are, and their headers.
 
     Args:
         host: as for `of`.
         path: as for `of`.
+        dummy: as for `of`.
     """
     if not isinstance(host, VllmHost):
         return None
