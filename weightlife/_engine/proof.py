@@ -387,7 +387,9 @@ def _rest(proof: _Proof) -> None:
         found.tell(Untold(layer.path, f"it can't be rebuilt: {layer.reason}"))
     compared = {ident for group in proof.groups for ident in group.layers}
     others = {life.layer_path(ident) for ident in life.plan.layers if ident not in compared}
-    for path, tensor in runtime.tensors(life.model, life.host.skip, life.host.transient):
+    for path, tensor in runtime.tensors(
+        life.model, life.host.skip, life.host.transient, life.addresses.declared.values()
+    ):
         key = storage_key(tensor)
         view = (key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if key in proof.covered or view in proof.covered or tensor.numel() == 0:

@@ -166,7 +166,10 @@ class Rehearsal(WeightLoadSession):
     def show(self) -> Stage:
         """Generation A as it is, and S0 of these layers in the module tree. Use it `opened()`."""
         life = self.life
-        self.stage = Stage(life.model, life.skeleton, self._plan, life.host.skip, True, life.fill, life.plan)
+        self.stage = Stage(
+            life.model, life.skeleton, self._plan, life.host.skip, True, life.fill,
+            life.addresses.declared.values(), life.plan,
+        )  # fmt: skip
         self.stage.memory = self.arena.take
         self.receiver = Receiver(
             self.stage.index,
