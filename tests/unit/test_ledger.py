@@ -273,7 +273,7 @@ class TestPacked:
     )
     def test_views_of_another_width_reach_the_bytes_that_they_say(self, stored, seen, drawn) -> None:
         """Packed weights are written through views of another dtype: elements of the storage are counted by bytes."""
-        from weightlife._engine.receive import Track, region_of
+        from weightlife._engine.track import Track, region_of
 
         shape, geometry = drawn
         base = torch.zeros(int(np.prod(shape)), dtype=seen)

@@ -22,8 +22,9 @@ from tests.toyhost import Boom, Served, Snapshot, ToyModel, cold, faults, parame
 from weightlife import errors
 from weightlife._engine.ledger import Region, counts, region
 from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
-from weightlife._engine.receive import Receiver, Track, region_of
+from weightlife._engine.receive import Receiver
 from weightlife._engine.skeleton import storage_key, view_on
+from weightlife._engine.track import Track, region_of
 
 N = 24
 

@@ -9,9 +9,9 @@ import torch
 
 from weightlife import errors
 from weightlife._engine import storage as storages
-from weightlife._engine.intake import mask as mask_of
-from weightlife._engine.intake import whole
 from weightlife._engine.skeleton import view_on
+from weightlife._engine.track import mask as mask_of
+from weightlife._engine.track import whole
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle

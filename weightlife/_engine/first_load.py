@@ -16,12 +16,13 @@ from weightlife import errors
 from weightlife._engine import footprint, ledger, rules, slots
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
-from weightlife._engine.intake import COPY_OPERATORS, accumulates, spreads
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
-from weightlife._engine.receive import Receiver, Track, region_of, signature_of
+from weightlife._engine.receive import Receiver
+from weightlife._engine.signatures import COPY_OPERATORS, accumulates, signature_of, spreads
 from weightlife._engine.skeleton import dtype_name, own_memory, storage_key
+from weightlife._engine.track import Track, region_of
 from weightlife.report import LoadReport
 
 if TYPE_CHECKING:

@@ -12,46 +12,20 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from weightlife import _casts, errors
 from weightlife._engine import announce, ledger
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
-from weightlife._engine.receive import Track, region_of, signature_of
 from weightlife._engine.rules import copies_own
+from weightlife._engine.signatures import COPY_OPERATORS, accumulates, signature_of, spreads
 from weightlife._engine.skeleton import dtype_name, storage_key, view_on
+from weightlife._engine.track import Track, mask, region_of, whole
 from weightlife._names import prefix_change
 
 if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
-
-COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
-# In-place operations that do not read what they write. Everything else accumulates.
-OVERWRITING = COPY_OPERATORS | {
-    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::index_put_",
-    "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::masked_fill_", "aten::index_fill_",
-    "aten::exponential_",
-}  # fmt: skip
-
-
-def accumulates(func: Any, args: tuple[Any, ...], storage: int) -> bool:
-    """Whether a writing operation also reads what it writes.
-
-    An `out=` operation does so only if its destination is among its inputs (`where(mask, dst, src, out=dst)`).
-    """
-    if func is None:
-        return False
-    signature = signature_of(func)
-    if signature.out:
-        return any(
-            isinstance(value, torch.Tensor)
-            and not value.is_meta
-            and value.untyped_storage()._cdata == storage
-            for value in args
-        )
-    return signature.name not in OVERWRITING
 
 
 class Intake:
@@ -479,23 +453,3 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
     """BLAKE2 of a tensor's values in a dtype, 16 bytes. Only ever taken of a tied partner that is left out."""
     plain = tensor.detach().to(dtype).contiguous().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(plain.numpy(), digest_size=16).digest()
-
-
-def spreads(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy would repeat its source to fill its destination (shapes that don't fit at all are torch's)."""
-    if source.numel() == destination.numel() or source.ndim > destination.ndim:
-        return False
-    sizes = destination.shape[destination.ndim - source.ndim :]
-    return all(have in (1, want) for have, want in zip(source.shape, sizes, strict=True))
-
-
-def whole(track: Track) -> bool:
-    """Whether plain regions already show that the session wrote all of a storage."""
-    return track.irregular or ledger.tiled(track.numel, track.ever)
-
-
-def mask(track: Track) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Elements that the session wrote, shape (numel,). All, where writes can't be mapped."""
-    if track.irregular:
-        return np.ones(track.numel, dtype=bool)
-    return ledger.counts(track.numel, track.ever) > 0

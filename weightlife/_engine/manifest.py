@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from weightlife._engine import ledger
 from weightlife._engine.ledger import Region
-from weightlife._engine.receive import Track
 from weightlife._engine.rules import Rules
 from weightlife._engine.skeleton import Skeleton
+from weightlife._engine.track import Track
 
 if TYPE_CHECKING:
     from weightlife._engine.announce import Facts

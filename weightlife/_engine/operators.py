@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from weightlife._engine.receive import Receiver, signature_of
+from weightlife._engine.receive import Receiver
 from weightlife._engine.rules import kind_of
+from weightlife._engine.signatures import signature_of
 from weightlife._engine.untraced import UntracedMode
 
 # Calls that give a tensor's memory away, below any mode.

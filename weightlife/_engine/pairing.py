@@ -15,10 +15,10 @@ import torch
 
 from weightlife._engine import slots, storage
 from weightlife._engine.equal import unequal
-from weightlife._engine.intake import mask as mask_of
-from weightlife._engine.intake import whole
 from weightlife._engine.rehearsal import Rehearsal
 from weightlife._engine.skeleton import storage_key, view_on
+from weightlife._engine.track import mask as mask_of
+from weightlife._engine.track import whole
 from weightlife._verification import Difference, Untold
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, frozenset, range)

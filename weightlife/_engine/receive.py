@@ -10,10 +10,7 @@ next tensor as soon as the loader returns.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,88 +18,13 @@ import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
-from weightlife._engine.ledger import Region, region
+from weightlife._engine.signatures import SIGNATURES, signature_of
 from weightlife._engine.skeleton import DTYPE_NAMES, view_on
+from weightlife._engine.track import Track
 from weightlife._engine.untraced import UntracedMode
 
 if TYPE_CHECKING:
     from weightlife._engine.trust import Trust
-
-
-@dataclass
-class Track:
-    """One storage of the model during a session.
-
-    `number` is the constructor's storage number (None: nothing that a load is known to write). A *placeholder* has
-    no generation A behind it; a *live* storage serves as A and is written only through `stage`.
-    """
-
-    number: int | None
-    storage: torch.UntypedStorage
-    nbytes: int
-    dtype: torch.dtype
-    placeholder: bool
-    path: str
-    stage: torch.UntypedStorage | None = None
-    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (object, its A view)
-    owners: set[int] = field(default_factory=set)  # modules from which it is reached
-    written: Counter[Region] = field(default_factory=Counter)  # in this epoch
-    sequence: dict[Region, tuple[int, int]] = field(default_factory=dict)  # last write: number, call
-    ever: set[Region] = field(default_factory=set)
-    irregular: bool = False  # writes that can't be mapped to elements
-    raw: bool = False  # its memory was handed out
-    retired: int = 0  # id of the layer that was processed early: nobody may touch this any more
-
-    @property
-    def current(self) -> torch.UntypedStorage:
-        """The storage that holds generation B (or A, where B has not been written)."""
-        return self.storage if self.stage is None else self.stage
-
-    @property
-    def numel(self) -> int:
-        """Elements of `dtype`."""
-        return self.nbytes // self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Signature:
-    """Which arguments of an operator are written, and whether it only makes views."""
-
-    writes: frozenset[int]
-    keyword_writes: frozenset[str]
-    passive: bool
-    copies: bool  # `copy_`
-    name: str
-    out: bool  # of an `out=` overload
-    replaces: bool  # `set_`
-
-
-# By identity: hashing an operator is a Python call of a microsecond. The operator itself is kept alive beside it.
-_SIGNATURES: dict[int, tuple[_Signature, Any]] = {}
-
-
-def signature_of(func: Any) -> _Signature:
-    known = _SIGNATURES.get(id(func))
-    if known is not None:
-        return known[0]
-    arguments = func._schema.arguments
-    writes = {i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
-    aliasing = any(a.alias_info is not None for a in arguments)
-    names = frozenset(arguments[i].name for i in writes)
-    # `set_` writes no memory: it gives the tensor another storage, which is noticed by comparing storages.
-    name = func._schema.name
-    replaces = name == "aten::set_"
-    made = _Signature(
-        writes=frozenset(writes),
-        keyword_writes=names,
-        passive=(aliasing and not writes) or replaces,
-        copies=name == "aten::copy_",
-        replaces=replaces,
-        name=name,
-        out="out" in func._schema.overload_name,
-    )
-    _SIGNATURES[id(func)] = (made, func)
-    return made
 
 
 # What torch's own functions for it call, without the Python round it: twice for each item that runs by rule.
@@ -248,7 +170,7 @@ class Receiver(UntracedMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = _SIGNATURES.get(id(func))
+        known = SIGNATURES.get(id(func))
         signature = signature_of(func) if known is None else known[0]
         if signature.passive or self.suspended:
             if signature.replaces:
@@ -493,31 +415,4 @@ class Receiver(UntracedMode):
             _push(self)
 
 
-@lru_cache(maxsize=4096)
-def _flat(numel: int) -> tuple[int, ...]:
-    """The shape of a contiguous region, one object for all of a size."""
-    return (numel,)
-
-
-def region_of(track: Track, view: torch.Tensor) -> Region | None:
-    """The region that a view covers on its track's storage, in elements of the track's dtype.
-
-    None where the view's element size is no multiple of the track's (the storage is then treated as irregular).
-    """
-    if view.dtype.itemsize == track.dtype.itemsize:
-        if view.is_contiguous():  # every expert has an offset of its own: no use in a cache
-            numel, offset = view.numel(), int(view.storage_offset())
-            return Region(offset, _flat(numel), (1,)) if numel != 1 else Region(offset, (), ())
-        return region(view.storage_offset(), tuple(view.shape), view.stride())
-    ratio, rest = divmod(view.dtype.itemsize, track.dtype.itemsize)
-    if rest or not ratio:
-        size = track.dtype.itemsize
-        start, length = int(view.storage_offset()) * view.dtype.itemsize, view.numel() * view.dtype.itemsize
-        if view.is_contiguous() and start % size == 0 and length % size == 0:
-            return region(start // size, (length // size,), (1,))
-        return None
-    strides = tuple(stride * ratio for stride in view.stride())
-    return region(view.storage_offset() * ratio, (*view.shape, ratio), (*strides, 1))
-
-
-__all__ = ["Receiver", "Track", "region_of", "signature_of"]
+__all__ = ["Receiver"]

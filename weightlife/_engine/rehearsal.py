@@ -18,10 +18,11 @@ from weightlife._engine.arena import Arena
 from weightlife._engine.footprint import Plan
 from weightlife._engine.groups import Group
 from weightlife._engine.operators import CustomOperators
-from weightlife._engine.receive import Receiver, Track
+from weightlife._engine.receive import Receiver
 from weightlife._engine.registry import OpenSessions, current
 from weightlife._engine.session import State, WeightLoadSession
 from weightlife._engine.stage import Stage
+from weightlife._engine.track import Track
 
 if TYPE_CHECKING:
     from weightlife._engine.ledger import Region

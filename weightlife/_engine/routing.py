@@ -23,11 +23,11 @@ from weightlife import errors
 from weightlife._declared import Header
 from weightlife._engine import export, ledger, registry, slots
 from weightlife._engine.footprint import Plan
-from weightlife._engine.intake import COPY_OPERATORS, spreads
 from weightlife._engine.manifest import Manifest, Received
-from weightlife._engine.receive import Track, region_of, signature_of
+from weightlife._engine.signatures import COPY_OPERATORS, signature_of, spreads
 from weightlife._engine.skeleton import Skeleton, copied, dtype_name, tokens, view_on
 from weightlife._engine.stage import Stage
+from weightlife._engine.track import Track, region_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,6 @@ import torch
 from weightlife._engine import slots
 from weightlife._engine.footprint import ABSENT, Plan, live_numbers
 from weightlife._engine.ledger import Region, region
-from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import (
     Composite,
     Skeleton,
@@ -27,6 +26,7 @@ from weightlife._engine.skeleton import (
     storage_key,
     view_on,
 )
+from weightlife._engine.track import Track
 
 
 def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:

@@ -22,9 +22,9 @@ from weightlife import errors
 from weightlife._engine import slots
 from weightlife._engine.footprint import attributes_differ
 from weightlife._engine.operators import CustomOperators
-from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import is_uninitialized, storage_key, view_on
 from weightlife._engine.stage import Stage
+from weightlife._engine.track import Track
 from weightlife.kernels import backends
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 
 from weightlife import errors
 from weightlife._engine import fill, slots, storage
-from weightlife._engine.receive import Track
 from weightlife._engine.skeleton import storage_key
+from weightlife._engine.track import Track
 
 if TYPE_CHECKING:
     from weightlife._engine.ledger import Region

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from weightlife._engine.manifest import Received
-    from weightlife._engine.receive import Track
     from weightlife._engine.session import WeightLoadSession
+    from weightlife._engine.track import Track
 
 # One item in so many, on average, is observed and compared. An observed one costs 20 us more than one by rule.
 SAMPLE_ONE_IN = 256
