@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -365,8 +366,10 @@ class TestTail:
         maker = runmaker.Maker(tmp_path)
         command = [sys.executable, "-m", "weightlife", "trace", "tail", str(tmp_path), "--interval", "0.05"]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            # a shell that starts the tests in the background makes them, and what they start, deaf to it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
         try:

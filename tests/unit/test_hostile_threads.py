@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ import weightlife
 from tests.plainnet import INPUT, A, B, C, Net, life_of, load, nets, outcome, push, served, serves
 from weightlife import errors
 from weightlife._engine import lifecycle
+
+ROOT = Path(__file__).resolve().parents[2]
 
 __all__ = ["nets"]
 
@@ -290,3 +296,40 @@ class TestLostOwners:
             Running(lambda chunk=chunk: push(net, chunk)).join()
         Running(handle.finish).join()
         assert serves(net) == "C"
+
+
+def test_passes_of_many_threads_while_garbage_is_collected_do_not_stop_the_process() -> None:
+    """A waiting thread once looked at the frames of the one that has the turn: it hung, or met freed ones."""
+    script = """
+import gc, sys, threading, time
+sys.setswitchinterval(1e-5)
+gc.set_threshold(30, 2, 2)
+import torch
+from tests import plainnet
+net = plainnet.served()
+end = time.monotonic() + 3
+
+class Ring:
+    def __init__(self):
+        self.me, self.tensor = self, torch.zeros(2)
+
+def serve():
+    while time.monotonic() < end:
+        net(plainnet.INPUT)
+        [Ring() for _ in range(20)]
+
+threads = [threading.Thread(target=serve) for _ in range(4)]
+[thread.start() for thread in threads]
+count = 0
+while time.monotonic() < end:
+    plainnet.load(net, plainnet.B if count % 2 == 0 else plainnet.A)
+    count += 1
+[thread.join() for thread in threads]
+print("updates", count)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 1

@@ -3,13 +3,11 @@
 
 A lock of `threading` would do, were it not for passes of plain modules. They are entered and left by hooks on the
 module's forward, and torch runs no hook when a `BaseException` (Ctrl-C, a timeout's `SystemExit`) ends a forward:
-such a pass never leaves. Here it is known by its frame, which is on no stack any more, and loses its turn to whoever
-waits for it.
+such a pass never leaves. Here it is known by its frame, which runs no more, and loses its turn to whoever waits for it.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,11 +29,17 @@ class Pass:
     stack: ExitStack
 
 
-def _stack(thread: int) -> Iterator[FrameType]:
-    frame = sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _over(frame: FrameType) -> bool:
+    """Whether a frame runs no more, whatever its thread does now. Empties one that is kept by a traceback.
+
+    Not by looking for it on the stack of its thread: `sys._current_frames()` stopped a process for good (two threads in
+    it, one of them collecting garbage; python/cpython#106883), and another thread's frames die while one walks them.
+    """
+    try:
+        frame.clear()
+    except RuntimeError:  # "cannot clear an executing frame"
+        return False
+    return True
 
 
 class Turn:
@@ -50,8 +54,8 @@ class Turn:
         self.passes = 0  # that run now: one inside another, if more than one
         self._pass_thread = 0
 
-    def take(self, blocking: bool) -> bool:
-        """Whether the calling thread has the turn now. `blocking`: wait for it."""
+    def take(self, patient: bool) -> bool:
+        """Whether the calling thread has the turn now. A running pass is waited for, a load only if `patient`."""
         me = threading.get_ident()
         while True:
             if self._hooked:
@@ -61,7 +65,7 @@ class Turn:
                     self._holder = me
                     self._depth += 1
                     return True
-                if not blocking:
+                if self._owner and not patient:
                     return False
                 self._free.wait(LOOK_SECONDS)
 
@@ -92,7 +96,7 @@ class Turn:
                 f"{what} was called from inside a pass of the model", model=model, session=session
             )
         # A running pass ends by itself: wait for it. Another load is a second owner.
-        if not self.take(blocking=self.passes > 0):
+        if not self.take(patient=False):
             raise errors.SessionConflictError(
                 f"{me} met {self._owner or 'another owner'}", model=model, session=session
             )
@@ -110,7 +114,7 @@ class Turn:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """A forward pass takes the same turn, and waits for a load call that is inside."""
-        self.take(blocking=True)
+        self.take(patient=True)
         try:
             yield
         finally:
@@ -143,7 +147,7 @@ class Turn:
     def bury(self) -> None:
         """End the passes that died without leaving, the innermost first."""
         for running in reversed(self._hooked):
-            if any(frame is running.frame for frame in _stack(running.thread)):
+            if not _over(running.frame):
                 continue
             with self._free:
                 # The dead pass's own thread may come back at this moment: it has to wait until A or B stands again.
