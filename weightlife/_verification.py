@@ -109,6 +109,7 @@ class RankVerification:
     random_access: bool = True
     layers: int = 0
     layers_compared: int = 0
+    left_out: int = 0  # layers that a source without random access had no second time: verify again
     share: float = 1.0
     seed: int = 0
     groups: int = 0
@@ -125,8 +126,8 @@ class RankVerification:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs of what could be compared, and some layer was rebuilt. `untold` has the rest."""
-        return not self.differences and self.layers_compared > 0
+        """Nothing differs of what could be compared, and no layer was left out. `untold` has what can't be."""
+        return not self.differences and self.layers_compared > 0 and not self.left_out
 
     def differ(self, found: list[Difference]) -> None:
         """Add differences, as many as are kept."""
@@ -167,6 +168,8 @@ class RankVerification:
         verdict = "equal to a cold load" if self.ok else "NOT what a cold load holds"
         if not self.layers_compared:
             verdict = "nothing was compared"
+        elif self.left_out and not self.differences:
+            verdict = f"{self.left_out} layers were not compared: verify again"
         lines = [
             f"weightlife verify {clean(self.model)}: {verdict}",
             f"  source       {clean(self.source, 300)}"

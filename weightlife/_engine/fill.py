@@ -71,7 +71,7 @@ def unwritten(session: WeightLoadSession, layers: set[int], numbers: list[int] |
         track = stage.by_number[number]
         if track.retired:
             continue
-        touched = bool(track.ever) or track.irregular
+        touched = bool(track.ever) or track.irregular or track.stage is not None
         if track.placeholder:
             if not session.life.skeleton.storages[number].layers & layers:
                 continue

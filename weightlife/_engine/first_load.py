@@ -94,7 +94,7 @@ class FirstLoad:
         sampled = Sampled(operators)
 
         def begin(name: Any, tensor: Any, followed: bool) -> None:
-            self._begin(name, tensor, followed, sampled.begin(str(name)))
+            self._begin(name, tensor, followed, sampled.begin(str(name), tensor))
 
         def end() -> None:
             sampled.end()

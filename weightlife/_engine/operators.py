@@ -92,7 +92,7 @@ class Sampled:
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode = mode
-        self._seen: Counter[str] = Counter()
+        self._seen: Counter[Any] = Counter()
         self._off = False
 
     def __enter__(self) -> Sampled:
@@ -103,13 +103,15 @@ class Sampled:
         self.end()
         self.mode.__exit__(*error)
 
-    def begin(self, name: str) -> str:
+    def begin(self, name: str, tensor: Any = None) -> str:
         """A tensor of this name is about to be loaded. Returns its kind."""
         kind = kind_of(name)
-        self._seen[kind] += 1
+        # A mixed checkpoint packs some layers of a kind and copies others.
+        alike = (kind, getattr(tensor, "dtype", None), getattr(tensor, "shape", None))
+        self._seen[alike] += 1
         depth = torch._C._len_torch_function_stack()
         on_top = depth and torch._C._get_function_stack_at(depth - 1) is self.mode
-        if self._seen[kind] > 2 and on_top and not self._off:
+        if self._seen[alike] > 2 and on_top and not self._off:
             torch._C._pop_torch_function_stack()
             self._off = True
         return kind

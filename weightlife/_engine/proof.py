@@ -95,6 +95,7 @@ class _Proof:
                 self._leave_out(
                     group, f"it needs {path}, which went by earlier; a second verification keeps both"
                 )
+                self.found.left_out += len(group.layers)
         for group in groups:
             self.done += group.nbytes
         self.progress(self.done, self.total)

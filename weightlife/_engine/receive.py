@@ -241,7 +241,7 @@ class Receiver(UntracedMode):
         """
         self.exhausted = False
         if trust is not None:
-            return self._ruled(weights, begin, between, trust)
+            return self._ruled(weights, begin, between, trust, threading.get_ident())
         return self._items(weights, begin, between, threading.get_ident())
 
     def raise_lost(self) -> None:
@@ -290,18 +290,23 @@ class Receiver(UntracedMode):
         begin: Callable[[Any, Any, bool], torch.Tensor | None],
         between: Callable[[], None],
         trust: Trust,
+        home: int,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `_items`, for a source whose items may have rules. What is not by rule goes the same way as there."""
         plain = isinstance(weights, (list, tuple))
         # A list and the host's own reader do nothing with the model. A generator may, and is watched.
         quiet, reader = plain or self.trusted, self.trusted
-        source, home, ident, clock = iter(weights), threading.get_ident(), threading.get_ident, perf_counter
+        source, ident, clock = iter(weights), threading.get_ident, perf_counter
         names, received, ready, seen, index = trust.names, trust.received, trust.ready, trust.seen, self.index
         kinds, pending, simple = DTYPE_NAMES, trust.pending, trust.simple
         self._depth = -2  # another call may have found other modes
         tensors, strided, length, push, pop = torch.Tensor, torch.strided, _length, _push, _pop
         while True:
-            if self.aside and not quiet:
+            if self.aside and ident() != home:
+                # The mode can't be put back onto another thread's stack: what that one writes meanwhile is not seen.
+                if self.lost is None:
+                    self.lost = trust.broken("a loader went on to read its source in another thread", [])
+            elif self.aside and not quiet:
                 if length() == self._depth:
                     push(self)
                     self.aside = False
@@ -310,20 +315,26 @@ class Receiver(UntracedMode):
             here = self._puller = ident()
             began = clock()
             try:
-                item = next(source) if plain or self.aside or not quiet else self._outside(source)
+                item: Any = (
+                    next(source)
+                    if plain or self.aside or not quiet or here != home
+                    else self._outside(source)
+                )
             except StopIteration:
-                self.stand()
+                if here == home:
+                    self.stand()
                 self.exhausted = True
                 return
             except BaseException as error:
-                self.stand()
+                if here == home:
+                    self.stand()
                 if here != home:
                     self.lost = error
                 raise
             finally:
                 self.source_seconds += clock() - began
                 self._puller = 0
-            if here == home and len(item) == 2:
+            if here == home and (type(item) is tuple or type(item) is list) and len(item) == 2:
                 name, tensor = item
                 # What `trust.rule` and `trust.take` do, for most of 94,000 tensors, without the calls: 0.7 us each.
                 if (
@@ -362,9 +373,11 @@ class Receiver(UntracedMode):
                         self.stand()
                         between()
                     continue
-            self.stand()
+            if here == home:
+                self.stand()
             try:
-                trust.observe(str(item[0]))
+                if here == home:
+                    trust.observe(str(item[0]))
                 instead = begin(item[0], item[1], here == home)
             except BaseException as error:
                 if here != home:

@@ -76,7 +76,10 @@ def _identity(value: Any, depth: int) -> Any:
     if type(value) in (list, tuple):
         return (type(value), tuple(_identity(part, depth + 1) for part in value))
     if type(value) is dict:
-        return (dict, tuple((key, _identity(part, depth + 1)) for key, part in value.items()))
+        return (
+            dict,
+            tuple((_identity(key, depth + 1), _identity(part, depth + 1)) for key, part in value.items()),
+        )
     try:
         return ("object", weakref.ref(value))
     except TypeError:
@@ -87,7 +90,10 @@ def same_loader(learned: Any, now: Any) -> bool:
     """Whether two identities are known, and of one loader. An object that is gone is the same as nothing."""
     if learned is None or now is None:
         return False
-    return _same(learned, now)
+    try:
+        return _same(learned, now)
+    except Exception:  # noqa: BLE001 - values whose comparison raises: not known to be the same
+        return False
 
 
 def _same(a: Any, b: Any) -> bool:

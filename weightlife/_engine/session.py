@@ -243,6 +243,8 @@ class WeightLoadSession:
                     receiver.raise_lost()
                 finally:
                     stopped = receiver.aside
+                    if trust is not None:
+                        trust.cut = stopped
                     if stopped:
                         intake.unobserved()
                         receiver.stand()
@@ -452,6 +454,8 @@ class WeightLoadSession:
         if self.state in (State.COMMITTED, State.ABORTED):
             return
         self.phase("abort")
+        if self.trust is not None and not self.life.unsafe and self.trust.strayed():
+            self.life.poison("an item that ran by rule was not written where its rule says")
         touched = self.touched() if self.stage is not None else set()
         if self.stage is not None:
             with self.life.entered():

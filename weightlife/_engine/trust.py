@@ -68,6 +68,7 @@ class Trust:
         self._word = torch.frombuffer(bytearray(os.urandom(PROBE_BYTES)), dtype=torch.uint8)
         self.left = self._random.randrange(1, 2 * SAMPLE_ONE_IN)
         self._planted: dict[int, Track] = {}
+        self.cut = False  # the last call ended inside of an item by rule
 
     def serves(self, load: Any) -> bool:
         """Whether items of a call may run by rule."""
@@ -233,6 +234,17 @@ class Trust:
         index = self.rules.probes(track.number, track.dtype, flat.device)
         word = self._word.view(integer).to(flat.device)
         return flat, word.repeat(index.shape[1] // word.numel()), index
+
+    def strayed(self) -> bool:
+        """For an abort: whether an item that ran by rule left its marks; the last one may have been cut short."""
+        self.fold()
+        last = self.received.get(next(reversed(self.received), "")) if self.cut else None
+        self.done = [entry for entry in self.done if entry is not last]
+        try:
+            self.check()
+        except errors.LoaderChangedError:
+            return True
+        return False
 
     def check(self, numbers: Iterable[int] | None = None) -> None:
         """Everything that was credited must have been written. Before anything is made of it.
