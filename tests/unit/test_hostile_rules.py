@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 import weightlife
+from tests.plainnet import nets
 from weightlife import errors
 from weightlife._engine import lifecycle
+
+__all__ = ["nets"]
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 LAYERS = 3
