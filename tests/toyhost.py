@@ -670,6 +670,19 @@ def process_all(model: nn.Module, host: ToyHost | None = None) -> None:
 # -- driving ---------------------------------------------------------------------------------------------------
 
 
+class One(ToyModel):
+    """A toy model with one more layer of a test's own."""
+
+    def __init__(self, make: Callable[[], Layer]) -> None:
+        super().__init__(("norm",))
+        self.special = make()
+
+
+def one(make: Callable[[], Layer]) -> Callable[[], nn.Module]:
+    """A constructor of such a model."""
+    return lambda: One(make)
+
+
 def poison(tensor: torch.Tensor) -> None:
     """Every byte of a storage 0xFF: NaN in floats."""
     storage = tensor.untyped_storage()

@@ -6,22 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
+from weightlife._models import find_here
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
-
-
-def _model_or_workers(target: Any) -> Any:
-    """The model in this process, or None where workers have to be asked."""
-    from weightlife._models import find_model
-    from weightlife.hosts.vllm import remote
-
-    try:
-        return find_model(target)
-    except errors.HostError:
-        if remote.engine_of(target) is None:
-            raise
-        return None
 
 
 def declare(target: Any, path: str) -> list[list[str]]:
@@ -46,7 +34,7 @@ def declare(target: Any, path: str) -> list[list[str]]:
     """
     from weightlife.hosts.vllm import remote
 
-    model = _model_or_workers(target)
+    model = find_here(target)
     if model is None:
         return remote.ask(target, "declare", {"text": path})
     return [local_declare(model, path)]
@@ -70,7 +58,7 @@ def seal(target: Any, by: str = "captured by the caller") -> list[int]:
     """
     from weightlife.hosts.vllm import remote
 
-    model = _model_or_workers(target)
+    model = find_here(target)
     if model is None:
         return remote.ask(target, "seal", {"text": by})
     return [local_seal(model, by)]

@@ -6,24 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
+from weightlife._models import find_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightlife.digests import Difference
-
-
-def _here(target: Any) -> Any:
-    """The model in this process, or None where workers have to be asked."""
-    from weightlife._models import find_model
-    from weightlife.hosts.vllm import remote
-
-    try:
-        return find_model(target)
-    except errors.HostError:
-        if remote.engine_of(target) is None:
-            raise
-        return None
 
 
 def _ask(target: Any, question: str, payload: dict[str, Any] | None = None) -> list[Any]:
@@ -42,7 +30,7 @@ def digest(target: Any) -> list[dict[str, Any]]:
         SessionStateError: an update is open, or the weights are asleep. HandshakeError: a worker runs without
             weightlife.
     """
-    model = _here(target)
+    model = find_here(target)
     return _ask(target, "digest") if model is None else [local_digest(model)]
 
 
@@ -60,7 +48,7 @@ def check_digests(target: Any) -> list[Difference]:
     """
     from weightlife.digests import Difference as Found
 
-    model = _here(target)
+    model = find_here(target)
     if model is not None:
         return local_check(model)
     answers = _ask(target, "check_digests")
@@ -84,7 +72,7 @@ def expect(target: Any, table: dict[str, Any] | None) -> None:
     from weightlife import digests
 
     checked = None if table is None else digests.check_table(table)
-    model = _here(target)
+    model = find_here(target)
     if model is None:
         _ask(target, "expect", {"table": checked})
     else:

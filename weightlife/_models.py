@@ -55,3 +55,19 @@ def find_model(target: Any) -> Any:
         hint="the engine runs in another process: weightlife.status(llm) and last_reports(llm) ask it, or set"
         " VLLM_ENABLE_V1_MULTIPROCESSING=0",
     )
+
+
+def find_here(target: Any) -> Any:
+    """The model of `target` in this process, or None where workers in other processes have to be asked.
+
+    Raises:
+        HostError: neither.
+    """
+    try:
+        return find_model(target)
+    except errors.HostError:
+        from weightlife.hosts.vllm import remote
+
+        if remote.engine_of(target) is None:
+            raise
+        return None

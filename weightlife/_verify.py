@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
+from weightlife._models import find_here
 from weightlife._verification import RankVerification, VerifyReport
 
 if TYPE_CHECKING:
@@ -58,14 +59,12 @@ def verify(
         load was seen. ConfigError: an argument. UnexpectedTensorError, MissingTensorError, SourceError: the source is
         not what a complete load brings. Else what the loader, a hook or the source raises.
     """
-    from weightlife._integrity import _here
-
     if isinstance(layers, bool) or not 0 < layers <= 1:
         raise errors.ConfigError(f"layers is a share above 0 and at most 1, not {layers!r}")
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else int(seed)
     if isinstance(source, (str, os.PathLike)):
         source = str(Path(source).absolute())
-    model = _here(target)
+    model = find_here(target)
     if model is not None:
         return VerifyReport([local_verify(model, source, float(layers), seed, progress, loader)])
     from weightlife.hosts.vllm import remote

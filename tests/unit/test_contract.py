@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import weightlife
-from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, ToyModel, cold, parameter, unchanged
+from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, cold, one, parameter, unchanged
 from weightlife import errors
 from weightlife._engine import lifecycle, seal
 from weightlife._engine.collect import Walk
@@ -30,18 +30,6 @@ WORKSPACE: list[torch.Tensor] = []
 
 def opaque(path: str) -> bool:
     return "handle" in path
-
-
-class One(ToyModel):
-    """A toy model with one more layer of the test's own."""
-
-    def __init__(self, make: Callable[[], Layer]) -> None:
-        super().__init__(("norm",))
-        self.special = make()
-
-
-def one(make: Callable[[], Layer]) -> Callable[[], nn.Module]:
-    return lambda: One(make)
 
 
 def nothing(_: Any) -> bool:

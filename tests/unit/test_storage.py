@@ -25,6 +25,7 @@ from tests.toyhost import (
     ToyModel,
     cold,
     handles,
+    one,
     parameter,
     unchanged,
 )
@@ -39,18 +40,6 @@ def equal_to_cold(served: Served) -> None:
     """Every reachable tensor, its geometry and its aliases are those of a cold load."""
     ours, theirs = digests(served.model), digests(cold(served.spec, served.weights))
     assert ours == theirs
-
-
-class One(ToyModel):
-    """A toy model with one more layer of the test's own."""
-
-    def __init__(self, make: Callable[[], Layer]) -> None:
-        super().__init__(("norm",))
-        self.special = make()
-
-
-def one(make: Callable[[], Layer]) -> Callable[[], nn.Module]:
-    return lambda: One(make)
 
 
 class TestPinned:

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightlife._engine import completeness, processing, storage
+from weightlife._engine import completeness, processing
 from weightlife._engine.arena import Arena
 from weightlife._engine.footprint import Plan
 from weightlife._engine.groups import Group
-from weightlife._engine.operators import CustomOperators
-from weightlife._engine.receive import Receiver
 from weightlife._engine.registry import OpenSessions, current
 from weightlife._engine.session import State, WeightLoadSession
 from weightlife._engine.stage import Stage
@@ -172,13 +170,7 @@ class Rehearsal(WeightLoadSession):
             life.addresses.declared.values(), life.plan,
         )  # fmt: skip
         self.stage.memory = self.arena.take
-        self.receiver = Receiver(
-            self.stage.index,
-            self.intake.on_write,
-            lambda track: storage.before_first_write(self, track),
-            self.intake.on_read,
-        )
-        self.operators = CustomOperators(self.receiver, None)
+        self.receiver = self._watch(self.stage)
         self.streamer = _Watch(self)  # type: ignore[assignment]
         return self.stage
 

@@ -25,7 +25,7 @@ from weightlife._engine import export, ledger, registry, slots
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.signatures import COPY_OPERATORS, signature_of, spreads
-from weightlife._engine.skeleton import Skeleton, copied, dtype_name, tokens, view_on
+from weightlife._engine.skeleton import Skeleton, TensorSkeleton, dtype_name, tokens
 from weightlife._engine.stage import Stage
 from weightlife._engine.track import Track, region_of
 
@@ -56,24 +56,14 @@ class MetaStage(Stage):
         self.meta: dict[int, Track] = {}  # meta storage identity -> track
         self._numbers: dict[int, Track] = {}
 
-    def _placeholder(self, index: int) -> torch.Tensor:
-        known = self.placeholders.get(index)
-        if known is not None:
-            return known
-        made = self.skeleton.tensors[index]
+    def _track_of(self, made: TensorSkeleton) -> Track:
         track = self._numbers.get(made.storage)
         if track is None:
             skeleton = self.skeleton.storages[made.storage]
             storage = torch.UntypedStorage(skeleton.nbytes, device=_META)
             track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
             self._numbers[made.storage] = self.meta[int(storage._cdata)] = track
-        tensor = view_on(track.storage, made.dtype, made.offset, made.shape, made.stride)
-        if made.cls is not torch.Tensor:
-            tensor.__class__ = made.cls
-        tensor.__dict__.update(copied(made.attributes))
-        tensor.requires_grad_(made.requires_grad)
-        self.placeholders[index] = tensor
-        return tensor
+        return track
 
     def replaced(self) -> Iterator[tuple[int, ledger.Region, str, torch.Tensor]]:
         """Parameters that the loader gave other data, or another tensor: storage, region, name, what is there now.

@@ -166,13 +166,7 @@ class WeightLoadSession:
                 model=life.name, layer=resized.path, session=self.id,
                 hint="a model that was converted after its first load (.half(), .bfloat16()) has to be built again",
             )  # fmt: skip
-        self.receiver = Receiver(
-            self.stage.index,
-            self.intake.on_write,
-            lambda track: storage.before_first_write(self, track),
-            self.intake.on_read,
-        )
-        self.operators = CustomOperators(self.receiver, None)
+        self.receiver = self._watch(self.stage)
         if self._may_stream():
             self.streamer = Streamer(self)
             self.receiver.on_retired = self.streamer.refuse
@@ -181,6 +175,17 @@ class WeightLoadSession:
             self.trust = Trust(self)
         self.state = State.PREPARED
         self.phase("receive")
+
+    def _watch(self, stage: Stage) -> Receiver:
+        """The mode, and the one for custom operators, that see what happens to a stage."""
+        receiver = Receiver(
+            stage.index,
+            self.intake.on_write,
+            lambda track: storage.before_first_write(self, track),
+            self.intake.on_read,
+        )
+        self.operators = CustomOperators(receiver, None)
+        return receiver
 
     def _may_trust(self) -> bool:
         """Whether the first load taught rules, and nothing asks to look at every tensor."""
@@ -243,12 +248,11 @@ class WeightLoadSession:
                     receiver.raise_lost()
                 finally:
                     stopped = receiver.aside
-                    if trust is not None:
-                        trust.cut = stopped
                     if stopped:
                         intake.unobserved()
                         receiver.stand()
                     if trust is not None:
+                        trust.cut = stopped
                         trust.fold()
             except errors.WeightlifeError:
                 raise

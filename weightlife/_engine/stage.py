@@ -19,6 +19,7 @@ from weightlife._engine.ledger import Region, region
 from weightlife._engine.skeleton import (
     Composite,
     Skeleton,
+    TensorSkeleton,
     Token,
     copied,
     dtype_name,
@@ -175,6 +176,17 @@ class Stage:
         if known is not None:
             return known
         made = self.skeleton.tensors[index]
+        track = self._track_of(made)
+        tensor = view_on(track.storage, made.dtype, made.offset, made.shape, made.stride)
+        if made.cls is not torch.Tensor:
+            tensor.__class__ = made.cls
+        tensor.__dict__.update(copied(made.attributes))
+        tensor.requires_grad_(made.requires_grad)
+        self.placeholders[index] = tensor
+        return tensor
+
+    def _track_of(self, made: TensorSkeleton) -> Track:
+        """The storage of a placeholder, made at its first tensor."""
         track = self.by_number.get(made.storage)
         if track is None:
             skeleton = self.skeleton.storages[made.storage]
@@ -186,13 +198,7 @@ class Stage:
             track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
             self.by_number[made.storage] = track
             self.index[int(storage._cdata)] = track
-        tensor = view_on(track.storage, made.dtype, made.offset, made.shape, made.stride)
-        if made.cls is not torch.Tensor:
-            tensor.__class__ = made.cls
-        tensor.__dict__.update(copied(made.attributes))
-        tensor.requires_grad_(made.requires_grad)
-        self.placeholders[index] = tensor
-        return tensor
+        return track
 
     def differs(self, track: Track) -> bool:
         """Whether a stage holds other bytes than the storage that it stands for."""

@@ -195,18 +195,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v3": _row(
         "DeepseekV3", "moe", "mla", **{**MLA, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}
     ),
-    "glm4_moe": _row(
-        "Glm4Moe",
-        "moe",
-        head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=64,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
+    "glm4_moe": _row("Glm4Moe", "moe", **_GROUPED),
     # state-space models and hybrids
     "mamba2": Family(
         "Mamba2Config",
