@@ -110,12 +110,22 @@ def _prove(
     settings: dict[str, Any],
 ) -> Proof:
     proof = Proof()
-    # One after the other: a cache that outlives its layer must not help.
-    want = {}
-    for name, weights in (("A", a), ("B", b)):
-        model = cold(make, load, weights, process)
-        want[name] = (digests(model), _bits(run(model)))
-        del model
+    # All instances live until the end, and each load is made twice: a cache by `id(self)` or by address would else hand
+    # the entry of a dead instance to the next one at the same place, and make the cold load of B as stale as the update.
+    want: dict[str, Any] = {}
+    alive = []
+    for name, weights in (("A", a), ("B", b), ("B", b), ("A", a)):
+        alive.append(cold(make, load, weights, process))
+        seen = (digests(alive[-1]), _bits(run(alive[-1])))
+        if want.setdefault(name, seen) != seen:
+            proof.problems.append(
+                f"two cold loads of {name} differ: the layer is not determined by its weights, or reads state outside it"
+            )
+    if want["A"][1] == want["B"][1]:
+        proof.problems.append(
+            "cold loads of A and B give the same result of a pass, so that no update can be told from a lost one: choose "
+            "weights that differ in it, or look for state outside the layer (a cache by name) that the load of A filled"
+        )
     torch.manual_seed(0)
     model = make()
     weightlife.watch(model, None if host is None else host(model), **settings)
