@@ -14,7 +14,7 @@ import pytest
 
 from weightlife import cli
 from weightlife.cli import audit
-from weightlife.hosts.vllm import audit as sweep
+from weightlife.hosts.vllm import hooks
 
 
 def hook(text: str) -> ast.FunctionDef:
@@ -38,12 +38,12 @@ def hook(text: str) -> ast.FunctionDef:
     ],
 )
 def test_what_a_hook_reads_as(text: str, reads: str) -> None:
-    assert sweep._reads(hook(text)) == reads
+    assert hooks._reads(hook(text)) == reads
 
 
 def test_every_class_of_the_installed_vllm_with_a_hook_is_found() -> None:
     """Against a count by text: a hook is a method, indented by four."""
-    found = sweep.implementations()
+    found = hooks.implementations()
     names = {item.name for item in found}
     assert "vllm.model_executor.layers.linear:UnquantizedLinearMethod" in names
     assert "vllm.model_executor.layers.attention.attention:Attention" in names
@@ -161,7 +161,7 @@ def test_the_command_prints_what_ran_and_json(
 ) -> None:
     ran = {"vllm": "1.0", "error": None, "recipes": [recipe("one", "rebuild", [FOUND[0]["name"]])]}
     monkeypatch.setattr(audit, "collect", lambda *_: ran)
-    monkeypatch.setattr(sweep, "implementations", lambda: [sweep.Found(**item) for item in FOUND])
+    monkeypatch.setattr(hooks, "implementations", lambda: [hooks.Found(**item) for item in FOUND])
     monkeypatch.setattr(sys, "argv", ["weightlife", "audit"])
     assert cli.main() == 0
     out = capsys.readouterr().out

@@ -165,7 +165,7 @@ def audit(
 
     Exit code: 0 nothing that this machine would run is unsafe; 1 something is; 2 vLLM can't be run here.
     """
-    from weightlife.hosts.vllm.audit import implementations
+    from weightlife.hosts.vllm.hooks import implementations
 
     found = [vars(item) for item in implementations()]
     if not found:

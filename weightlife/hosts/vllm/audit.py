@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What post-load processing does here: ``python -m weightlife.hosts.vllm.audit`` prints JSON lines about it.
 
-Every ``process_weights_after_loading`` of the installed vLLM is found in its source. As many as can be built on this
-machine are run, twice on the same input, through the engine's own first load and reload, and what is left is compared.
-What can't be built is only read, and the line says so. Runs in a process of its own: hooks call native code, which may
+Of the implementations of ``process_weights_after_loading`` (`hooks`), as many as can be built on this machine are run,
+twice on the same input, through the engine's own first load and reload, and what is left is compared. What can't be
+built is only read, and the line says so. Runs in a process of its own: hooks call native code, which may
 crash; then the caller starts it again without what crashed (``weightlife audit``).
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import inspect
@@ -18,89 +17,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import util
-from pathlib import Path
 from typing import Any
 
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.config import Settings
 from weightlife.errors import safe_text
 from weightlife.hosts.vllm.adapter import VllmHost
+from weightlife.hosts.vllm.forced import Chooser, supported
+from weightlife.hosts.vllm.hooks import HOOK
 from weightlife.hosts.vllm.recipes import SIZE, Layers, layer_recipes
-
-HOOK = "process_weights_after_loading"
-
-
-# -- reading the source ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """One implementation in vLLM's source. `reads` is what its text says, which is no proof."""
-
-    name: str  # module:Class
-    line: int
-    kind: str  # layer (of a module), method, scheme, kernel, impl, parameter, model
-    reads: str  # nothing, abstract, delegates, writes
-
-
-def implementations() -> list[Found]:
-    """Every class of vLLM with a hook of its own, from its source: nothing is imported."""
-    spec = util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    root = Path(next(iter(spec.submodule_search_locations)))
-    out = []
-    for path in sorted(root.rglob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if f"def {HOOK}" not in text:
-            continue
-        module = ".".join(("vllm", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                hook = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == HOOK), None)
-                if hook is not None:
-                    out.append(Found(f"{module}:{node.name}", hook.lineno, _kind(module, node), _reads(hook)))
-    return out
-
-
-def _kind(module: str, node: ast.ClassDef) -> str:
-    bases = " ".join(ast.unparse(base) for base in node.bases) + " " + node.name
-    if ".kernels." in module or ".experts." in module or "Experts" in bases:
-        return "kernel"
-    if "Parameter" in bases:
-        return "parameter"
-    if "Impl" in bases:
-        return "attention impl"
-    if "Scheme" in bases:
-        return "scheme"
-    if "Method" in bases or ".quantization." in module:
-        return "method"
-    return "model" if module.startswith(("vllm.models.", "vllm.model_executor.models.")) else "layer"
-
-
-def _reads(hook: ast.FunctionDef) -> str:
-    body = [n for n in hook.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-    if any("abstractmethod" in ast.unparse(d) for d in hook.decorator_list) or (
-        len(body) == 1 and isinstance(body[0], ast.Raise)
-    ):
-        return "abstract"
-    if all(
-        isinstance(n, ast.Pass) or (isinstance(n, ast.Return) and (n.value is None or _constant(n)))
-        for n in body
-    ):
-        return "nothing"
-    if len(body) == 1 and HOOK in ast.unparse(body[0]):
-        return "delegates"
-    return "writes"
-
-
-def _constant(node: ast.Return) -> bool:
-    return isinstance(node.value, ast.Constant)
-
-
-# -- running it --------------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -305,110 +230,6 @@ def _default_dtype(torch: Any, dtype: Any) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-# -- kernels that this machine would not choose ------------------------------------------------------------------
-
-
-class _Spy(dict[Any, Any]):
-    """A table of possible kernels that notes whether it was asked."""
-
-    asked = False
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.asked = True
-        return super().get(key, default)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.asked = True
-        return super().__getitem__(key)
-
-
-class Chooser:
-    """Makes vLLM choose a kernel that it would not choose here, by saying that it is supported."""
-
-    def __init__(self) -> None:
-        self._linear = importlib.import_module("vllm.model_executor.kernels.linear")
-        self.tables = {n: v for n, v in vars(self._linear).items() if n.startswith("_POSSIBLE")}
-        moe = importlib.import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
-        self._experts: Any = getattr(moe, "FusedMoEExperts", None)
-
-    @contextlib.contextmanager
-    def spying(self) -> Iterator[dict[str, _Spy]]:
-        """Which tables a build asks."""
-        spies = {name: _Spy(table) for name, table in self.tables.items()}
-        vars(self._linear).update(spies)
-        try:
-            yield spies
-        finally:
-            vars(self._linear).update(self.tables)
-
-    def kernels(self, table: str) -> list[type]:
-        """Every kernel of a table, of whatever platform."""
-        return list(dict.fromkeys(cls for found in self.tables[table].values() for cls in found))
-
-    def experts(self) -> list[type]:
-        """Every kernel for experts that is imported."""
-        out: list[type] = []
-        todo = [] if self._experts is None else [self._experts]
-        while todo:
-            for cls in todo.pop().__subclasses__():
-                todo.append(cls)
-                if cls not in out and not inspect.isabstract(cls):
-                    out.append(cls)
-        return sorted(out, key=lambda cls: cls.__qualname__)
-
-    @contextlib.contextmanager
-    def forced(self, cls: Any, table: str = "") -> Iterator[None]:
-        """Only `cls` is possible, and supported."""
-        yes = classmethod(lambda *_, **__: (True, None))
-        patched: list[tuple[Any, str, Any]] = []
-
-        def patch(owner: Any, name: str, value: Any) -> None:
-            patched.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, value)
-
-        if table:
-            only = {key: [cls] for key in self.tables[table]}
-            vars(self._linear)[table] = _Everywhere(only, [cls])
-            patch(cls, "is_supported", yes)
-            patch(cls, "can_implement", yes)
-        else:
-            patch(
-                self._experts,
-                "is_supported_config",
-                # vLLM calls it with the class as an explicit argument
-                staticmethod(lambda kernel, *_, **__: (kernel is cls, "not the one that is audited")),
-            )
-        try:
-            yield
-        finally:
-            for owner, name, old in reversed(patched):
-                delattr(owner, name) if old is None else setattr(owner, name, old)
-            if table:
-                vars(self._linear)[table] = self.tables[table]
-
-
-class _Everywhere(dict[Any, Any]):
-    def __init__(self, table: dict[Any, Any], kernels: list[type]) -> None:
-        super().__init__(table)
-        self._kernels = kernels
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return list(self._kernels)
-
-    def __missing__(self, key: Any) -> Any:
-        return list(self._kernels)
-
-
-def supported(cls: Any) -> str:
-    """Why a kernel says that it does not run here, or ''."""
-    try:
-        answer = cls.is_supported()
-    except Exception as error:  # noqa: BLE001 - what it needs to answer may be absent, too
-        return f"is_supported() raised {type(error).__name__}"
-    good, why = answer if isinstance(answer, tuple) else (answer, None)
-    return "" if good else f"is_supported(): {why or 'no'}"
 
 
 # -- the sweep ---------------------------------------------------------------------------------------------------
