@@ -23,7 +23,11 @@ export DO_NOT_TRACK = 1
 # OpenMP threads that spin while they wait starve each other where two engines share two cores (ten times slower).
 export OMP_WAIT_POLICY = PASSIVE
 
+# Engines that tests run side by side.
+WORKERS ?= 2
+
 BIN := .venv/bin
+HOST_TESTS := not full and not gpu and not plain and not browser
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help
@@ -63,11 +67,18 @@ test-fast: setup ## unit tests, and four families on the real engine (under 3 mi
 		-k "qwen2tied-a or mixtral-a or w8a8dyn-a or awq-a" $(PYTEST_ARGS)
 
 .PHONY: test
-test: test-host test-kernels test-plain ## everything but `full` (under 30 minutes on two cores)
+test: test-unit test-kernels test-plain test-engine ## everything but `full` (under 30 minutes on two cores)
 
-.PHONY: test-host
-test-host: setup ## the part of `make test` with vLLM
-	$(PYTEST) -m "not full and not gpu and not plain and not browser" $(PYTEST_ARGS)
+# What measures time runs alone; engines, which are single processes mostly, run $(WORKERS) at a time.
+TIMED := tests/integration/test_otel.py
+
+.PHONY: test-unit
+test-unit: setup ## the part of `make test` in one process: unit tests, and engines whose time is measured
+	$(PYTEST) -m "$(HOST_TESTS)" tests/unit $(TIMED) $(PYTEST_ARGS)
+
+.PHONY: test-engine
+test-engine: setup ## the part of `make test` on real engines, WORKERS=2 of them at a time (3 GiB each)
+	$(PYTEST) -m "$(HOST_TESTS)" -n $(WORKERS) --dist loadgroup tests/integration $(TIMED:%=--ignore=%) $(PYTEST_ARGS)
 
 .PHONY: test-kernels
 test-kernels: setup ## Triton's kernels, interpreted on the CPU and compiled for sm_90 (a minute, no GPU)

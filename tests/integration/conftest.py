@@ -13,7 +13,8 @@ import pytest
 from tests.integration import _record, _run
 from weightlife.testing import _cold
 
-ARTIFACTS = Path(__file__).resolve().parent.parent.parent / ".artifacts"
+HERE = Path(__file__).resolve().parent
+ARTIFACTS = HERE.parent.parent / ".artifacts"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +29,30 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--record", default=None)
     if file is not None:
         config.pluginmanager.register(_record.Recorder(file))
+
+
+# Modules whose tests are independent of each other, and those where one engine answers for all tests of a parameter.
+_APART = frozenset({"test_reload_matrix", "test_fuzz", "test_first_load"})
+_BY_ENGINE = {"test_clients": "engine", "test_field_tables": "job", "test_manifest": "family"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests must share a process when they are spread over several (``pytest -n 2 --dist loadgroup``)."""
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        module = item.path.stem
+        given = getattr(item, "callspec", None)
+        name = None if given is None else given.params.get(_BY_ENGINE.get(module, ""))
+        if "compile_cache" in item.name:
+            group = "compiled"  # they look at one cache folder
+        elif module in _APART:
+            continue
+        elif isinstance(name, str):
+            group = f"{module}-{name}"
+        else:
+            group = module
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,14 @@ Needs torch, transformers, tokenizers and safetensors.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -65,7 +68,7 @@ def make(family: str, root: Path) -> Pair:
     """Write `root/<family>/{a,b}`, unless a folder with the same content is there.
 
     A half-written folder is never taken for a whole one: the pair is assembled beside its place
-    and moved there.
+    and moved there. Two processes that want the same family make it once.
 
     Raises:
         KeyError: no such family.
@@ -78,7 +81,12 @@ def make(family: str, root: Path) -> Pair:
     if _read_stamp(place) == stamp:
         return folders
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=f".{family}-") as scratch:
+    with (
+        _only_maker(root / f".{family}.lock"),
+        tempfile.TemporaryDirectory(dir=root, prefix=f".{family}-") as scratch,
+    ):
+        if _read_stamp(place) == stamp:
+            return folders  # made while we waited
         work = Path(scratch) / family
         for side in _SEEDS:
             _write_side(row, side, work / side)
@@ -88,6 +96,14 @@ def make(family: str, root: Path) -> Pair:
             shutil.rmtree(place)
         work.replace(place)
     return folders
+
+
+@contextlib.contextmanager
+def _only_maker(lock: Path) -> Iterator[None]:
+    """Nobody else replaces a folder that somebody already reads."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def shards(folder: Path) -> list[Path]:
