@@ -80,6 +80,7 @@ class Family:
         quantise: name of a recipe of `_quantise`, applied to the dense tensors, or "".
         head: for checkpoints whose configuration says tied but which hold a head all the same:
             "equal" or "other"; "" for what the model itself saves.
+        modal: name of a row of `_modal`, for a model that reads more than text; or "".
     """
 
     config: str
@@ -88,6 +89,7 @@ class Family:
     tags: frozenset[str] = frozenset()
     quantise: str = ""
     head: str = ""
+    modal: str = ""
 
 
 def _row(
@@ -330,7 +332,78 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 # Rows that were written after the engine was finished, to see what families it has never met do; `make test-full` runs
 # them all. All passed unchanged but `doge`, whose traced graph holds a constant on the meta device.
+_VISION: Final[Mapping[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
 MORE: Final[Mapping[str, Family]] = {
+    # images, by an encoder with attention of its own
+    "idefics3": Family(
+        "Idefics3Config",
+        "Idefics3ForConditionalGeneration",
+        {
+            "text_config": {**BASE, "model_type": "llama"},
+            "vision_config": _VISION,
+            "image_token_id": 501,
+            "scale_factor": 2,
+            "tie_word_embeddings": False,
+        },
+        modal="idefics3",
+    ),
+    # images, by queries that attend to an encoder
+    "blip2": Family(
+        "Blip2Config",
+        "Blip2ForConditionalGeneration",
+        {
+            "vision_config": _VISION,
+            "qformer_config": {**_VISION, "encoder_hidden_size": 64},
+            "text_config": {
+                "model_type": "opt",
+                "vocab_size": VOCAB,
+                "hidden_size": 128,
+                "ffn_dim": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 512,
+                "word_embed_proj_dim": 128,
+            },
+            "num_query_tokens": 4,
+            "image_token_index": 500,
+        },
+        frozenset({"tied"}),
+        modal="blip2",
+    ),
+    # audio; a decoder that attends to an encoder
+    "whisper": Family(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "max_source_positions": 150,
+            "max_target_positions": 448,
+            "decoder_start_token_id": 500,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        frozenset({"tied"}),
+        modal="whisper",
+    ),
     "starcoder2": _row("Starcoder2", "tied", tie_word_embeddings=True),
     "falcon": Family(
         "FalconConfig",

@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from weightlife.testing import _modal
 from weightlife.testing._families import FAMILIES, MORE, Family
 from weightlife.testing._quantise import STRUCTURAL, quantise
 
@@ -120,7 +121,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _digest(row: Family) -> str:
-    text = repr((row.config, row.model, sorted(row.settings.items(), key=str), row.quantise, row.head))
+    text = repr(
+        (
+            row.config,
+            row.model,
+            sorted(row.settings.items(), key=str),
+            row.quantise,
+            row.head,
+            *([row.modal] if row.modal else []),
+        )
+    )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -136,6 +146,9 @@ def _write_side(row: Family, side: str, out: Path) -> None:
     seed = _SEEDS[side]
     model = _dense_model(row, seed)
     model.save_pretrained(out)
+    if row.modal:
+        _modal.write(row.modal, out, tokenizer(_modal.TEXT))
+        return
     save_tokenizer(out, int(model.config.vocab_size))
     if not row.quantise and not row.head:
         return
@@ -172,13 +185,18 @@ def _dense_model(row: Family, seed: int) -> Any:
 
 def save_tokenizer(out: Path, vocab_size: int) -> None:
     """A tokenizer of one character a token, so that a folder is complete for whoever wants one."""
+    tokenizer(vocab_size).save_pretrained(out)
+
+
+def tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of one character a token."""
     import transformers
     from tokenizers import Tokenizer, models
 
     vocab = {chr(i) if i >= 32 else f"<{i}>": i for i in range(vocab_size)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<2>"))
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<2>"))
     fast: Any = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, bos_token="<0>", eos_token="<1>").save_pretrained(out)
+    return fast(tokenizer_object=made, bos_token="<0>", eos_token="<1>")
 
 
 def _require_different(a: Path, b: Path) -> None:

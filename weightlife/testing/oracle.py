@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from weightlife.testing import _modal
 from weightlife.testing._poison import POISON_VARIABLE, poison, poisoned
 
 if TYPE_CHECKING:
@@ -73,14 +74,17 @@ def engine_arguments(folder: Path | str, **more: Any) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
     }
+    question = _modal.asked(folder)
+    if question is not None:  # what it reads goes through a processor, which wants a tokenizer
+        base |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {question["kind"]: 1}}
     return {**base, **more}
 
 
 def fingerprint(llm: LLM) -> Fingerprint:
     """What `llm` answers and holds, as plain data that survives JSON.
 
-    The prefix cache is emptied first: old blocks would answer for old weights. The prompts run before the
-    tensors are hashed, so that an update which ends with the next batch has ended.
+    The prefix cache is emptied first: old blocks would answer for old weights. A model of `checkpoints` that reads
+    images or audio is asked about one, too. The prompts run before the tensors are hashed, so that an update which ends with the next batch has ended.
 
     Keys: `tokens` (per prompt), `logprobs` (per prompt and position, [token, hexadecimal float] by rank)
     and `ranks` (per rank, what `_walk.digests` returns).
@@ -93,7 +97,10 @@ def fingerprint(llm: LLM) -> Fingerprint:
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("the prefix cache could not be reset: are requests running?")
     sampling = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, logprobs=_LOGPROBS, ignore_eos=True)
-    prompts = [{"prompt_token_ids": list(p)} for p in PROMPTS]
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(p)} for p in PROMPTS]
+    question = _modal.asked(_folder(llm))
+    if question is not None:
+        prompts = [*([] if question["alone"] else prompts), _modal.prompt(question)]
     outputs = llm.generate(cast("Any", prompts), sampling, use_tqdm=False)
     tokens: list[list[int]] = []
     logprobs: list[list[list[list[Any]]]] = []
@@ -103,6 +110,10 @@ def fingerprint(llm: LLM) -> Fingerprint:
         logprobs.append([_ranked(position) for position in completion.logprobs or ()])
     ranks = llm.collective_rpc("weightlife_test_fingerprint")
     return {"tokens": tokens, "logprobs": logprobs, "ranks": ranks}
+
+
+def _folder(llm: Any) -> str:
+    return str(getattr(getattr(getattr(llm, "llm_engine", None), "model_config", None), "model", ""))
 
 
 def _ranked(position: Mapping[int, Any]) -> list[list[Any]]:

@@ -257,8 +257,8 @@ class VllmHost:
     def commit_notes(self) -> list[str]:
         """A worker can't reach the scheduler's prefix cache."""
         note = (
-            "caches of the old weights (prefix, encoder, multimodal) are reset by weightlife only after"
-            " reload_weights and finish_weight_update; otherwise call reset_prefix_cache()"
+            "the prefix cache is reset by weightlife only after reload_weights and finish_weight_update;"
+            " otherwise call reset_prefix_cache()"
         )
         return [note]
 

@@ -47,6 +47,10 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return _api.local_manifest(life, (payload or {}).get("checkpoint")).to_dict()
     if question == "scrub":
         return scrub(worker)
+    if question == "generations":
+        from weightlife.hosts.vllm import caches
+
+        return caches.generations(worker)
     if question == "verify":
         from weightlife import _verify
 

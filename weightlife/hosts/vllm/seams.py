@@ -14,7 +14,7 @@ from weightlife._engine import announce, guard, lifecycle, registry, seal
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife._engine.session import WeightLoadSession
 from weightlife.hosts import runtime
-from weightlife.hosts.vllm import remote, sources
+from weightlife.hosts.vllm import caches, remote, sources
 from weightlife.hosts.vllm.adapter import VllmHost
 
 Args = tuple[Any, ...]
@@ -267,7 +267,8 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: K
 # -- the worker ------------------------------------------------------------------------------------------------
 
 
-def _worker_lives(worker: Any) -> list[Lifecycle]:
+def worker_lives(worker: Any) -> list[Lifecycle]:
+    """The models of a worker that weightlife manages."""
     runner = getattr(worker, "model_runner", None)
     return [] if runner is None else _lives(runner, worker)
 
@@ -288,12 +289,12 @@ def _lives(runner: Any, worker: Any = None) -> list[Lifecycle]:
 def update_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """What a chunk announces is checked before it is received. A failed chunk ends the update: A serves."""
     try:
-        for life in _worker_lives(instance):
+        for life in worker_lives(instance):
             if life.session is not None and life.session.explicit:
                 sources.check_update(life.session, _argument(args, kwargs, 0, "update_info"), instance)
         return wrapped(*args, **kwargs)
     except BaseException as error:
-        for life in _worker_lives(instance):
+        for life in worker_lives(instance):
             life.abort(error)
         _end_update(instance)
         raise
@@ -304,7 +305,7 @@ def finish_weight_update(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs
     try:
         return wrapped(*args, **kwargs)
     except BaseException as error:
-        for life in _worker_lives(instance):
+        for life in worker_lives(instance):
             life.abort(error)
         _end_update(instance)
         raise
@@ -325,7 +326,7 @@ def abort_update(worker: Any, reason: str) -> bool:
     Raises:
         SessionConflictError: a load call is inside now.
     """
-    was_open = [life.abort_on_request(reason) for life in _worker_lives(worker)]
+    was_open = [life.abort_on_request(reason) for life in worker_lives(worker)]
     _end_update(worker)
     return any(was_open)
 
@@ -334,7 +335,7 @@ def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
     level = _argument(args, kwargs, 0, "level")
     out = wrapped(*args, **kwargs)
-    for life in _worker_lives(instance):
+    for life in worker_lives(instance):
         weights_sleep(life, 1 if level is None else int(level))
     return out
 
@@ -352,7 +353,7 @@ def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     tags = kwargs.get("tags", args[0] if args else None)
     out = wrapped(*args, **kwargs)
     if not tags or "weights" in tags:
-        for life in _worker_lives(instance):
+        for life in worker_lives(instance):
             if isinstance(life.host, VllmHost):
                 life.host.asleep = False
                 life.addresses.after_wake()
@@ -365,37 +366,9 @@ def ray_variables(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     return wrapped(*args, **kwargs) | {name for name in os.environ if name.startswith(prefixes)}
 
 
-_COMMITTING = frozenset({"reload_weights", "finish_weight_update"})
-
-
-def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """After an update through the engine, cached key-value blocks are of the old weights: forget them."""
-    out = wrapped(*args, **kwargs)
-    if not runtime.installed():
-        return out
-    method = remote.method_of(_argument(args, kwargs, 0, "method"), _argument(args, kwargs, 2, "args"))
-    if method in _COMMITTING and runtime.settings().mode == "enforce":
-        if not instance.reset_prefix_cache():
-            logging.getLogger("weightlife").warning(
-                "the prefix cache could not be reset after a weight update: requests are running on blocks of the old"
-                " weights; call reset_prefix_cache() when they are done"
-            )
-    return out
-
-
-def reset_prefix_cache(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """No block is in use any more: the moment to clear what a NaN episode left behind."""
-    done = wrapped(*args, **kwargs)
-    if done and runtime.installed() and runtime.settings().mode == "enforce":
-        try:
-            instance.model_executor.collective_rpc(remote.METHOD, args=("scrub", None))
-        except Exception:
-            logging.getLogger("weightlife").exception("the key-value caches could not be looked through")
-    return done
-
-
 def engine_step(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A batch that the guard refused ends its requests with an error; the engine lives on."""
+    caches.before_step(instance)
     try:
         return wrapped(*args, **kwargs)
     except Exception as error:
@@ -434,7 +407,7 @@ def execute_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     batch = _argument(args, kwargs, 0, "scheduler_output")
     tokens = getattr(batch, "total_num_scheduled_tokens", 1)
     kind = guard.Pass.REAL if tokens > 0 else guard.Pass.DUMMY
-    return guard.guarded(_worker_lives(instance), kind, lambda: wrapped(*args, **kwargs))
+    return guard.guarded(worker_lives(instance), kind, lambda: wrapped(*args, **kwargs))
 
 
 def capture_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -452,7 +425,7 @@ def run_on_a(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A pass that changes nothing (dummy batch, warm-up) or the second half of one (sampling): runs on A."""
     if lifecycle.OpenSessions.count == 0:
         return wrapped(*args, **kwargs)
-    return guard.guarded(_worker_lives(instance), guard.Pass.DUMMY, lambda: wrapped(*args, **kwargs))
+    return guard.guarded(worker_lives(instance), guard.Pass.DUMMY, lambda: wrapped(*args, **kwargs))
 
 
 # -- the handshake ---------------------------------------------------------------------------------------------
