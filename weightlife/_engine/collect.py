@@ -111,7 +111,7 @@ class Walk:
             if depth and slots.is_opaque(holder):
                 continue
             state = contents(holder)
-            self._mirrors(parent, holder, state)
+            self._mirrors(parent, state)
             for key, value in state.items():
                 if key[0] not in ("module", "set"):
                     where = path_of(step.path, key)
@@ -143,16 +143,9 @@ class Walk:
         self.steps.append(Step(parent, key, path, False, self.steps[parent].firm, owner))
         queue.append((len(self.steps) - 1, value, depth))
 
-    def _mirrors(self, parent: int, holder: Any, state: slots.State) -> None:
-        for key, value in state.items():
-            if key[0] in ("attr", "slot") and type(value) is float and str(key[1]).endswith(_SCALAR):
-                name = str(key[1]).removesuffix(_SCALAR)
-                for kind in ("buffer", "param", "attr", "slot"):
-                    other = state.get((kind, name))
-                    if isinstance(other, torch.Tensor) and is_scalar(other):
-                        path = path_of(self.steps[parent].path, key)
-                        self.mirrors.append((parent, (kind, name), key, path))
-                        break
+    def _mirrors(self, parent: int, state: slots.State) -> None:
+        for mirror, _, key, _ in _copies(state):
+            self.mirrors.append((parent, key, mirror, path_of(self.steps[parent].path, mirror)))
 
     def _note(self, obj: Any) -> None:
         """Remember whose code holds this: what that code keeps beside it is looked at, too."""
@@ -232,6 +225,26 @@ def is_scalar(tensor: torch.Tensor) -> bool:
         and tensor.is_floating_point()
         and tensor.numel() == 1
     )
+
+
+def _copies(state: slots.State) -> Iterator[tuple[slots.Key, float, slots.Key, torch.Tensor]]:
+    """Numbers that by their name are copies of a scalar beside them: (key, number, key of the scalar, scalar)."""
+    for mirror, number in state.items():
+        if type(number) is float and mirror[0] in ("attr", "slot") and str(mirror[1]).endswith(_SCALAR):
+            name = str(mirror[1]).removesuffix(_SCALAR)
+            for key in (("buffer", name), ("param", name), ("attr", name), ("slot", name)):
+                scalar = state.get(key)
+                if isinstance(scalar, torch.Tensor) and is_scalar(scalar):
+                    yield mirror, number, key, scalar
+                    break
+
+
+def mirrors_of(holder: Any) -> Iterator[tuple[slots.Key, float, torch.Tensor]]:
+    """The numbers of a holder that are copies of its scalars: (key, number, scalar)."""
+    # By names first: few holders have such a number, and there are hundreds.
+    if any(isinstance(name, str) and name.endswith(_SCALAR) for name in slots.names(holder)):
+        for mirror, number, _, scalar in _copies(contents(holder)):
+            yield mirror, number, scalar
 
 
 def path_of(path: str, key: slots.Key) -> str:
@@ -349,4 +362,4 @@ def _kind(holder: Any, name: str) -> str:
     return "attr" if name in getattr(holder, "__dict__", {}) else "slot"
 
 
-__all__ = ["Step", "Walk", "contents", "enters", "get", "is_scalar", "locate", "path_of"]
+__all__ = ["Step", "Walk", "contents", "enters", "get", "is_scalar", "locate", "mirrors_of", "path_of"]

@@ -416,7 +416,7 @@ class Lifecycle(Teller):
         self.first = None
         self.status = "ready"
         self.seal()
-        self.addresses.take()
+        self.addresses.learned()
         self.digests.keep(report)
         if manifest.provisional and (told := routing.at_start(self)):
             report.notes.append(told)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract: where each piece of runtime storage is, sealed after the first load and when graphs are captured.
+"""The contract: where each piece of runtime storage is, sealed before the first update and when graphs are captured.
 
 Until something has captured addresses, the contract of an update is what serves when it begins: the host may have
 exchanged a table in between, and nobody read the old one. After a capture it is what stood there then, and those
@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife import errors
 from weightlife._engine import slots, storage
-from weightlife._engine.collect import Step, Walk, get, is_scalar, locate
+from weightlife._engine.collect import Step, Walk, get, is_scalar, locate, mirrors_of
 from weightlife._engine.skeleton import storage_key, view_on
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Seal:
         self.seconds = 0.0  # of the last session, all looks together
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
         self._mirrors: list[int] = []
+        self._agreed: set[tuple[int, slots.Key]] = set()  # numbers that did after the first load, until they are sealed
         self._changed = False  # the last update left other paths than there were
         self._allowed: set[str] = set()
         self._lost: list[Entry] = []  # moved since the capture, and can't go back
@@ -100,11 +101,32 @@ class Seal:
 
     # -- taking it ---------------------------------------------------------------------------------------------
 
+    def learned(self) -> None:
+        """The first load is over. Only numbers that agree with their tensors now are noted: `due` looks at the rest."""
+        found = [
+            (id(holder.obj), mirror, number, scalar)
+            for holder in self.life.skeleton.holders.values()
+            for mirror, number, scalar in mirrors_of(holder.obj)
+        ]
+        values = _scalars([scalar for *_, scalar in found])
+        self._agreed = {
+            (ident, mirror)
+            for (ident, mirror, number, _), value in zip(found, values, strict=True)
+            if _equal(number, value)
+        }
+
+    def due(self) -> None:
+        """Seal, if nothing was sealed since the first load: before an update, a sleep, a declaration."""
+        if self.walk is None:
+            self.take()
+
     def take(self, again: bool = True) -> None:
         """Seal what stands there now. `again`: look everywhere, not only where something was found before."""
         life = self.life
-        if self.walk is None or again:
+        again = again or self.walk is None
+        if again:
             self.walk = Walk(life.model, life.host.skip, life.host.transient, self.declared.values())
+        assert self.walk is not None
         values = self.walk.values()
         keep = bool(self.captured)
         self.entries = []
@@ -114,8 +136,13 @@ class Seal:
                 memory = tensor.untyped_storage()
                 self.entries.append(Entry(step, seen, memory if keep else StorageWeakRef(memory)))
         if again:
-            pairs = enumerate(self._pairs(values))
-            self._mirrors = [i for i, (mirror, value) in pairs if _equal(mirror, value)]
+            # Weights that are lost have no values to read.
+            pairs = [] if life.poisoned else self._pairs(values)
+            self._mirrors = [i for i, (mirror, value) in enumerate(pairs) if _equal(mirror, value)]
+            if self._agreed:
+                known = enumerate((id(values[parent]), key) for parent, _, key, _ in self.walk.mirrors)
+                self._mirrors = sorted({*self._mirrors, *(i for i, key in known if key in self._agreed)})
+                self._agreed = set()
 
     def capture(self, by: str) -> None:
         """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
@@ -144,6 +171,7 @@ class Seal:
                 f"there is no tensor at {errors.clean(path)!r}", model=life.name,
                 hint="declare storage when it exists: after the first load",
             )  # fmt: skip
+        self.due()
         self.declared[path] = found
         captured = {entry.step.path: entry for entry in self.entries} if self.captured else {}
         self.walk = walk
@@ -158,10 +186,14 @@ class Seal:
         """An update is prepared: what it is held to. A's storages live as long as it is open."""
         started = time.perf_counter()
         self.seconds, self._lost = 0.0, []
-        if self.walk is not None and session.report.storage == "pinned":
-            self._again()
+        first = self.walk is None
+        self.due()
+        if session.report.storage == "pinned":
+            if not first:
+                self._again()
             if self.captured:
                 self._put_back(session)
+            assert self.walk is not None
             self._held = {}
             for _, tensor in self.walk.tensors():
                 key = None if tensor is None else storage_key(tensor)
@@ -297,6 +329,7 @@ class Seal:
 
     def stale_numbers(self) -> list[str]:
         """Paths of numbers that agreed with their tensors after the first load, and do not now."""
+        self.due()
         if self.walk is None or not self._mirrors:
             return []
         pairs = self._pairs(self.walk.values(), self._mirrors)
@@ -325,16 +358,7 @@ class Seal:
             tensor = get(values[parent], key)
             numbers.append(get(values[parent], mirror))
             scalars.append(tensor if isinstance(tensor, torch.Tensor) and is_scalar(tensor) else None)
-        by_device: dict[torch.device, list[int]] = {}
-        for index, scalar in enumerate(scalars):
-            if scalar is not None:
-                by_device.setdefault(scalar.device, []).append(index)
-        out: list[float | None] = [None] * len(scalars)
-        for indices in by_device.values():
-            flat = [scalars[i].detach().reshape(1).double() for i in indices]  # type: ignore[union-attr]
-            for index, value in zip(indices, torch.cat(flat).tolist(), strict=True):
-                out[index] = value
-        return list(zip(numbers, out, strict=True))
+        return list(zip(numbers, _scalars(scalars), strict=True))
 
     # -- after it ----------------------------------------------------------------------------------------------
 
@@ -413,6 +437,20 @@ def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
 def _undone(session: WeightLoadSession, track: Any) -> bool:
     assert session.stage is not None
     return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
+
+
+def _scalars(tensors: list[torch.Tensor | None]) -> list[float | None]:
+    """The values of scalars, None where there is none. One transfer from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, scalar in enumerate(tensors):
+        if scalar is not None:
+            by_device.setdefault(scalar.device, []).append(index)
+    out: list[float | None] = [None] * len(tensors)
+    for indices in by_device.values():
+        flat = [tensors[i].detach().reshape(1).double() for i in indices]  # type: ignore[union-attr]
+        for index, value in zip(indices, torch.cat(flat).tolist(), strict=True):
+            out[index] = value
+    return out
 
 
 def _equal(mirror: Any, value: float | None) -> bool:

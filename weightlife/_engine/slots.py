@@ -122,6 +122,11 @@ def _slot_names_of_type(cls: Any) -> tuple[str, ...]:
     )
 
 
+def names(obj: Any) -> list[str]:
+    """The names of an object's attributes, without their values."""
+    return [*(_dict_of(obj) or ()), *_slot_names(obj)]
+
+
 def read(obj: Any) -> State:
     """All slots of a holder, in their order. Contents of tensors are never read."""
     state: State = {}
