@@ -239,12 +239,39 @@ def _copies(state: slots.State) -> Iterator[tuple[slots.Key, float, slots.Key, t
                     break
 
 
-def mirrors_of(holder: Any) -> Iterator[tuple[slots.Key, float, torch.Tensor]]:
-    """The numbers of a holder that are copies of its scalars: (key, number, scalar)."""
-    # By names first: few holders have such a number, and there are hundreds.
-    if any(isinstance(name, str) and name.endswith(_SCALAR) for name in slots.names(holder)):
-        for mirror, number, _, scalar in _copies(contents(holder)):
-            yield mirror, number, scalar
+def agreeing(holders: Iterable[Any]) -> set[tuple[int, slots.Key]]:
+    """Numbers that are what their scalars are: (id of the holder, key). They should stay so."""
+    found = [
+        (id(holder), key, number, scalar)
+        for holder in holders
+        # By names first: few holders have such a number, and there are hundreds.
+        if any(isinstance(name, str) and name.endswith(_SCALAR) for name in slots.names(holder))
+        for key, number, _, scalar in _copies(contents(holder))
+    ]
+    values = scalar_values([scalar for *_, scalar in found])
+    pairs = zip(found, values, strict=True)
+    return {(ident, key) for (ident, key, number, _), value in pairs if equal(number, value)}
+
+
+def scalar_values(tensors: list[torch.Tensor] | list[torch.Tensor | None]) -> list[float | None]:
+    """The values of scalars, None where there is none. One transfer from each device."""
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, scalar in enumerate(tensors):
+        if scalar is not None:
+            by_device.setdefault(scalar.device, []).append((index, scalar))
+    out: list[float | None] = [None] * len(tensors)
+    for items in by_device.values():
+        flat = [scalar.detach().reshape(1).double() for _, scalar in items]
+        for (index, _), value in zip(items, torch.cat(flat).tolist(), strict=True):
+            out[index] = value
+    return out
+
+
+def equal(number: Any, value: float | None) -> bool:
+    """Whether a number is a scalar's value, NaN being equal to itself."""
+    if value is None or not isinstance(number, float):
+        return False
+    return number == value or (number != number and value != value)
 
 
 def path_of(path: str, key: slots.Key) -> str:
@@ -362,4 +389,6 @@ def _kind(holder: Any, name: str) -> str:
     return "attr" if name in getattr(holder, "__dict__", {}) else "slot"
 
 
-__all__ = ["Step", "Walk", "contents", "enters", "get", "is_scalar", "locate", "mirrors_of", "path_of"]
+__all__ = [
+    "Step", "Walk", "agreeing", "contents", "enters", "equal", "get", "is_scalar", "locate", "path_of", "scalar_values",
+]  # fmt: skip

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife import errors
 from weightlife._engine import slots, storage
-from weightlife._engine.collect import Step, Walk, get, is_scalar, locate, mirrors_of
+from weightlife._engine.collect import Step, Walk, equal, get, is_scalar, locate, scalar_values
 from weightlife._engine.skeleton import storage_key, view_on
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class Seal:
         self.seconds = 0.0  # of the last session, all looks together
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
         self._mirrors: list[int] = []
-        self._agreed: set[tuple[int, slots.Key]] = set()  # numbers that did after the first load, until they are sealed
         self._changed = False  # the last update left other paths than there were
         self._allowed: set[str] = set()
         self._lost: list[Entry] = []  # moved since the capture, and can't go back
@@ -100,20 +99,6 @@ class Seal:
         return life
 
     # -- taking it ---------------------------------------------------------------------------------------------
-
-    def learned(self) -> None:
-        """The first load is over. Only numbers that agree with their tensors now are noted: `due` looks at the rest."""
-        found = [
-            (id(holder.obj), mirror, number, scalar)
-            for holder in self.life.skeleton.holders.values()
-            for mirror, number, scalar in mirrors_of(holder.obj)
-        ]
-        values = _scalars([scalar for *_, scalar in found])
-        self._agreed = {
-            (ident, mirror)
-            for (ident, mirror, number, _), value in zip(found, values, strict=True)
-            if _equal(number, value)
-        }
 
     def due(self) -> None:
         """Seal, if nothing was sealed since the first load: before an update, a sleep, a declaration."""
@@ -138,11 +123,11 @@ class Seal:
         if again:
             # Weights that are lost have no values to read.
             pairs = [] if life.poisoned else self._pairs(values)
-            self._mirrors = [i for i, (mirror, value) in enumerate(pairs) if _equal(mirror, value)]
-            if self._agreed:
+            self._mirrors = [i for i, (mirror, value) in enumerate(pairs) if equal(mirror, value)]
+            if life.agreed:
                 known = enumerate((id(values[parent]), key) for parent, _, key, _ in self.walk.mirrors)
-                self._mirrors = sorted({*self._mirrors, *(i for i, key in known if key in self._agreed)})
-                self._agreed = set()
+                self._mirrors = sorted({*self._mirrors, *(i for i, key in known if key in life.agreed)})
+                life.agreed = set()
 
     def capture(self, by: str) -> None:
         """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
@@ -336,7 +321,7 @@ class Seal:
         return [
             self.walk.mirrors[index][3]
             for index, pair in zip(self._mirrors, pairs, strict=True)
-            if not _equal(*pair)
+            if not equal(*pair)
         ]
 
     def after_wake(self) -> None:
@@ -358,7 +343,7 @@ class Seal:
             tensor = get(values[parent], key)
             numbers.append(get(values[parent], mirror))
             scalars.append(tensor if isinstance(tensor, torch.Tensor) and is_scalar(tensor) else None)
-        return list(zip(numbers, _scalars(scalars), strict=True))
+        return list(zip(numbers, scalar_values(scalars), strict=True))
 
     # -- after it ----------------------------------------------------------------------------------------------
 
@@ -437,27 +422,6 @@ def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
 def _undone(session: WeightLoadSession, track: Any) -> bool:
     assert session.stage is not None
     return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
-
-
-def _scalars(tensors: list[torch.Tensor | None]) -> list[float | None]:
-    """The values of scalars, None where there is none. One transfer from each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, scalar in enumerate(tensors):
-        if scalar is not None:
-            by_device.setdefault(scalar.device, []).append(index)
-    out: list[float | None] = [None] * len(tensors)
-    for indices in by_device.values():
-        flat = [tensors[i].detach().reshape(1).double() for i in indices]  # type: ignore[union-attr]
-        for index, value in zip(indices, torch.cat(flat).tolist(), strict=True):
-            out[index] = value
-    return out
-
-
-def _equal(mirror: Any, value: float | None) -> bool:
-    """Whether a number is a scalar's value, NaN being equal to itself."""
-    if value is None or not isinstance(mirror, float):
-        return False
-    return mirror == value or (mirror != mirror and value != value)
 
 
 def _same_geometry(tensor: torch.Tensor, seen: Print) -> bool:

@@ -122,8 +122,8 @@ def _slot_names_of_type(cls: Any) -> tuple[str, ...]:
     )
 
 
-def names(obj: Any) -> list[str]:
-    """The names of an object's attributes, without their values."""
+def names(obj: Any) -> list[Any]:
+    """The names of an object's attributes, without their values. Strings, where nobody played tricks."""
     return [*(_dict_of(obj) or ()), *_slot_names(obj)]
 
 
