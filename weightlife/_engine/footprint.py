@@ -8,6 +8,7 @@ before a reload. Restoring whole `__dict__`s instead would wipe what the engine 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,15 +142,16 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
         before = skeleton.states[ident]
         after = slots.read(holder.obj)
         restore: dict[slots.Key, Any] = {}
-        if any(isinstance(value, torch.Tensor) and is_inference(value) for value in after.values()):
-            unwritable |= holder.owners
-        for key in [*before, *(key for key in after if key not in before)]:
-            was, now = before.get(key, ABSENT), after.get(key, ABSENT)
+        there = 0
+        for key, was in before.items():
+            now = after.get(key, ABSENT)
+            there += now is not ABSENT
+            kind = type(now)
+            if was is now and kind in slots.LEAVES:
+                continue
             why: str | None
             if isinstance(was, (Token, Composite)):
                 why = tensor_change(skeleton, was, now, written)
-            elif was is ABSENT:
-                why = "added"
             elif now is ABSENT:
                 why = "removed"
             else:
@@ -157,6 +159,13 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
             if why is not None:
                 restore[key] = was
                 _note(reasons, holder, f"{slots.step('', key)} {why}")
+        if there < len(after):
+            for key in after:
+                if key not in before:
+                    restore[key] = ABSENT
+                    _note(reasons, holder, f"{slots.step('', key)} added")
+        if any(isinstance(value, torch.Tensor) and is_inference(value) for value in _tensors(after)):
+            unwritable |= holder.owners
         if restore:
             plan.restore[ident] = restore
     _close_over_storages(skeleton, plan, reasons)
@@ -177,6 +186,11 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
     return plan
 
 
+def _tensors(state: slots.State) -> Iterator[Any]:
+    """Values that may be tensors."""
+    return (value for value in state.values() if type(value) not in slots.LEAVES)
+
+
 def _note(reasons: dict[int, str], holder: slots.Holder, what: str) -> None:
     if len(holder.owners) > 1 and not holder.is_module:
         # A helper shared by several layers (one MoE configuration object, say) is restored, but does not make
@@ -194,9 +208,13 @@ def _close_over_storages(skeleton: Skeleton, plan: Plan, reasons: dict[int, str]
         for value in slots_to_restore.values():
             for token in tokens(value):
                 plan.rebuilt_storages.add(skeleton.tensors[token.index].storage)
+    if not plan.rebuilt_storages:
+        return
     for ident, state in skeleton.states.items():
         holder = skeleton.holders[ident]
         for key, value in state.items():
+            if not isinstance(value, (Token, Composite)):
+                continue
             if any(skeleton.tensors[token.index].storage in plan.rebuilt_storages for token in tokens(value)):
                 restore = plan.restore.setdefault(ident, {})
                 if key not in restore:
