@@ -39,24 +39,11 @@ DTYPE_NAMES = {
 INFERENCE = "made under torch.inference_mode(), and can't be written outside of it: use torch.no_grad()"
 
 
-class Token(int):
-    """Stands in a remembered state for a tensor: its number in the skeleton.
+@dataclass(frozen=True)
+class Token:
+    """Stands in a remembered state for a tensor: its number in the skeleton."""
 
-    An integer, so that garbage collections don't look at it.
-    """
-
-    __slots__ = ()
-
-    @property
-    def index(self) -> int:
-        """The number."""
-        return int(self)
-
-    def __bool__(self) -> bool:
-        return True  # the first one, too
-
-    def __repr__(self) -> str:
-        return f"Token({int(self)})"
+    index: int
 
 
 @dataclass(frozen=True)
