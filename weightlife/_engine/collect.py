@@ -239,13 +239,20 @@ def _copies(state: slots.State) -> Iterator[tuple[slots.Key, float, slots.Key, t
                     break
 
 
+def _may_have_copies(holder: Any) -> bool:
+    """By names, all at once: few holders have such a number, and there are hundreds."""
+    try:
+        return _SCALAR in ".".join(slots.names(holder))
+    except TypeError:  # names that are no strings
+        return True
+
+
 def agreeing(holders: Iterable[Any]) -> set[tuple[int, slots.Key]]:
     """Numbers that are what their scalars are: (id of the holder, key). They should stay so."""
     found = [
         (id(holder), key, number, scalar)
         for holder in holders
-        # By names first: few holders have such a number, and there are hundreds.
-        if any(isinstance(name, str) and name.endswith(_SCALAR) for name in slots.names(holder))
+        if _may_have_copies(holder)
         for key, number, _, scalar in _copies(contents(holder))
     ]
     values = scalar_values([scalar for *_, scalar in found])

@@ -213,7 +213,7 @@ def _close_over_storages(skeleton: Skeleton, plan: Plan, reasons: dict[int, str]
     for ident, state in skeleton.states.items():
         holder = skeleton.holders[ident]
         for key, value in state.items():
-            if not isinstance(value, (Token, Composite)):
+            if type(value) in slots.LEAVES:
                 continue
             if any(skeleton.tensors[token.index].storage in plan.rebuilt_storages for token in tokens(value)):
                 restore = plan.restore.setdefault(ident, {})
