@@ -33,16 +33,16 @@ def read(life: Lifecycle, modules: Iterable[torch.nn.Module]) -> Sealed:
     """Which tensor stands in every slot that a load writes or that processing makes."""
     # Parameters, and buffers that are rebuilt. Others are the model's own business: the first forward pass with
     # YaRN replaces the rotary cache, and is no client at work.
-    sealed: Sealed = {}
+    sealed: Sealed = {}  # of tuples of numbers and text, which garbage collections leave alone
     for module in modules:
         own, ident = vars(module), id(module)
         for name, value in own["_parameters"].items():
             if isinstance(value, torch.Tensor):
-                sealed[ident, ("param", name)] = (id(value), storage_key(value), value.shape)
+                sealed[ident, ("param", name)] = (id(value), storage_key(value), tuple(value.shape))
         rebuilt = life.plan.restore.get(ident, {})
         for name, value in own["_buffers"].items():
             if ("buffer", name) in rebuilt and isinstance(value, torch.Tensor):
-                sealed[ident, ("buffer", name)] = (id(value), storage_key(value), value.shape)
+                sealed[ident, ("buffer", name)] = (id(value), storage_key(value), tuple(value.shape))
     return sealed
 
 

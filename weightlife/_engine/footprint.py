@@ -8,7 +8,6 @@ before a reload. Restoring whole `__dict__`s instead would wipe what the engine 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,9 +145,10 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
         for key, was in before.items():
             now = after.get(key, ABSENT)
             there += now is not ABSENT
-            kind = type(now)
-            if was is now and kind in slots.LEAVES:
+            if was is now and type(now) in slots.LEAVES:
                 continue
+            if isinstance(now, torch.Tensor) and is_inference(now):
+                unwritable |= holder.owners
             why: str | None
             if isinstance(was, (Token, Composite)):
                 why = tensor_change(skeleton, was, now, written)
@@ -160,12 +160,12 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
                 restore[key] = was
                 _note(reasons, holder, f"{slots.step('', key)} {why}")
         if there < len(after):
-            for key in after:
+            for key, now in after.items():
                 if key not in before:
+                    if isinstance(now, torch.Tensor) and is_inference(now):
+                        unwritable |= holder.owners
                     restore[key] = ABSENT
                     _note(reasons, holder, f"{slots.step('', key)} added")
-        if any(isinstance(value, torch.Tensor) and is_inference(value) for value in _tensors(after)):
-            unwritable |= holder.owners
         if restore:
             plan.restore[ident] = restore
     _close_over_storages(skeleton, plan, reasons)
@@ -184,11 +184,6 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
         if owner in module_ids:
             plan.layers[owner] = LayerPlan(paths.get(owner, path), "refuse", f"{path}: {why}")
     return plan
-
-
-def _tensors(state: slots.State) -> Iterator[Any]:
-    """Values that may be tensors."""
-    return (value for value in state.values() if type(value) not in slots.LEAVES)
 
 
 def _note(reasons: dict[int, str], holder: slots.Holder, what: str) -> None:
