@@ -16,13 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 Key = tuple[str, Any]
 State = dict[Key, Any]
-Owners = Union[set[int], frozenset[int]]  # noqa: UP007 - Python 3.10 evaluates it
+Owners = set[int] | frozenset[int]
 
 # What `torch.nn.Module.__init__` itself keeps on every module: hooks, flags and the three containers, which
 # are read as kinds of their own. `training` changes with `eval()` after the load and is no weight state.
