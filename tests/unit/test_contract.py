@@ -565,6 +565,24 @@ class TestDerived:
         served.life.addresses.after_wake()
         assert "after waking, 1 numbers" in caplog.text and "special._k_scale_float" in caplog.text
 
+    def test_a_scale_that_goes_stale_before_the_first_look_is_told(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        served = self._scaled()
+        assert served.life.addresses.walk is None  # nothing needed it yet
+        served.model.special._k_scale.fill_(0.0)
+        served.life.addresses.after_wake()
+        assert "after waking, 1 numbers" in caplog.text and "special._k_scale_float" in caplog.text
+        with pytest.raises(errors.StaleDerivedError):  # processing does not touch it
+            served.update(served.checkpoint(1))
+
+    def test_lost_weights_are_not_read_when_a_first_look_is_taken(self) -> None:
+        served = self._scaled()
+        served.model.special._k_scale.untyped_storage().resize_(0)
+        served.life.lost("a level-2 sleep dropped the weights")
+        served.life.addresses.due()
+        assert len(served.life.addresses._mirrors) == 1
+
     @staticmethod
     def _scaled() -> Served:
         class Calibrated(Layer):

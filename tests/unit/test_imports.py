@@ -107,6 +107,29 @@ class TestCheap:
             "weightlife", "weightlife._errortext", "weightlife._version", "weightlife.errors",
         ]  # fmt: skip
 
+    def test_a_first_load_does_without_what_only_updates_need(self) -> None:
+        loaded = child(
+            "import sys, json, weightlife.hosts.vllm.seams\nprint(json.dumps(sorted(sys.modules)))"
+        )
+        assert "weightlife._engine.first_load" in loaded
+        engine = (
+            "session",
+            "stage",
+            "storage",
+            "streaming",
+            "seal",
+            "trust",
+            "routing",
+            "announce",
+            "export",
+        )
+        late = {
+            *(f"weightlife._engine.{name}" for name in engine),
+            "weightlife.digests",
+            "weightlife._manifest",
+        }
+        assert sorted(late.intersection(loaded)) == []
+
 
 class TestSubmodules:
     @pytest.mark.parametrize("name", submodules())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from weightlife.hosts import patching
 from weightlife.hosts.patching import Patcher, Seam, SeamWrapper, sweep
 
 _serial = itertools.count()
@@ -420,6 +421,35 @@ class TestWrapper:
         with pytest.raises(TypeError, match="positional argument"):
             core.function()
         patcher.undo()
+
+
+def test_modules_of_others_are_looked_through_where_somebody_still_holds_the_original(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, looked = host.load("core"), []
+
+    def noting(exchange: dict[int, Any], modules: Any = None) -> Any:
+        looked.append((len(exchange), modules))
+        return sweep(exchange, modules)
+
+    monkeypatch.setattr(patching, "sweep", noting)
+    user = types.ModuleType("somebody_elses")
+    for held in (False, True):
+        if held:
+            vars(user)["mine"] = core.function
+        monkeypatch.setitem(sys.modules, user.__name__, user)
+        patcher = host.patcher("function")
+        patcher.apply()
+        near, everywhere = looked
+        assert near[0] == 1
+        assert core in near[1]
+        assert user not in near[1]
+        assert everywhere == (int(held), None)
+        assert vars(user).get("mine") is (core.function if held else None)
+        patcher.undo()
+        looked.clear()
+    assert vars(user)["mine"] is core.function
+    assert type(core.function) is types.FunctionType
 
 
 def test_sweep_replaces_and_tells_where() -> None:

@@ -111,7 +111,7 @@ class Walk:
             if depth and slots.is_opaque(holder):
                 continue
             state = contents(holder)
-            self._mirrors(parent, holder, state)
+            self._mirrors(parent, state)
             for key, value in state.items():
                 if key[0] not in ("module", "set"):
                     where = path_of(step.path, key)
@@ -143,16 +143,9 @@ class Walk:
         self.steps.append(Step(parent, key, path, False, self.steps[parent].firm, owner))
         queue.append((len(self.steps) - 1, value, depth))
 
-    def _mirrors(self, parent: int, holder: Any, state: slots.State) -> None:
-        for key, value in state.items():
-            if key[0] in ("attr", "slot") and type(value) is float and str(key[1]).endswith(_SCALAR):
-                name = str(key[1]).removesuffix(_SCALAR)
-                for kind in ("buffer", "param", "attr", "slot"):
-                    other = state.get((kind, name))
-                    if isinstance(other, torch.Tensor) and is_scalar(other):
-                        path = path_of(self.steps[parent].path, key)
-                        self.mirrors.append((parent, (kind, name), key, path))
-                        break
+    def _mirrors(self, parent: int, state: slots.State) -> None:
+        for mirror, _, key, _ in _copies(state):
+            self.mirrors.append((parent, key, mirror, path_of(self.steps[parent].path, mirror)))
 
     def _note(self, obj: Any) -> None:
         """Remember whose code holds this: what that code keeps beside it is looked at, too."""
@@ -232,6 +225,60 @@ def is_scalar(tensor: torch.Tensor) -> bool:
         and tensor.is_floating_point()
         and tensor.numel() == 1
     )
+
+
+def _copies(state: slots.State) -> Iterator[tuple[slots.Key, float, slots.Key, torch.Tensor]]:
+    """Numbers that by their name are copies of a scalar beside them: (key, number, key of the scalar, scalar)."""
+    for mirror, number in state.items():
+        if type(number) is float and mirror[0] in ("attr", "slot") and str(mirror[1]).endswith(_SCALAR):
+            name = str(mirror[1]).removesuffix(_SCALAR)
+            for key in (("buffer", name), ("param", name), ("attr", name), ("slot", name)):
+                scalar = state.get(key)
+                if isinstance(scalar, torch.Tensor) and is_scalar(scalar):
+                    yield mirror, number, key, scalar
+                    break
+
+
+def _may_have_copies(holder: Any) -> bool:
+    """By names, all at once: few holders have such a number, and there are hundreds."""
+    try:
+        return _SCALAR in ".".join(slots.names(holder))
+    except TypeError:  # names that are no strings
+        return True
+
+
+def agreeing(holders: Iterable[Any]) -> set[tuple[int, slots.Key]]:
+    """Numbers that are what their scalars are: (id of the holder, key). They should stay so."""
+    found = [
+        (id(holder), key, number, scalar)
+        for holder in holders
+        if _may_have_copies(holder)
+        for key, number, _, scalar in _copies(contents(holder))
+    ]
+    values = scalar_values([scalar for *_, scalar in found])
+    pairs = zip(found, values, strict=True)
+    return {(ident, key) for (ident, key, number, _), value in pairs if equal(number, value)}
+
+
+def scalar_values(tensors: list[torch.Tensor] | list[torch.Tensor | None]) -> list[float | None]:
+    """The values of scalars, None where there is none. One transfer from each device."""
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, scalar in enumerate(tensors):
+        if scalar is not None:
+            by_device.setdefault(scalar.device, []).append((index, scalar))
+    out: list[float | None] = [None] * len(tensors)
+    for items in by_device.values():
+        flat = [scalar.detach().reshape(1).double() for _, scalar in items]
+        for (index, _), value in zip(items, torch.cat(flat).tolist(), strict=True):
+            out[index] = value
+    return out
+
+
+def equal(number: Any, value: float | None) -> bool:
+    """Whether a number is a scalar's value, NaN being equal to itself."""
+    if value is None or not isinstance(number, float):
+        return False
+    return number == value or (number != number and value != value)
 
 
 def path_of(path: str, key: slots.Key) -> str:
@@ -349,4 +396,6 @@ def _kind(holder: Any, name: str) -> str:
     return "attr" if name in getattr(holder, "__dict__", {}) else "slot"
 
 
-__all__ = ["Step", "Walk", "contents", "enters", "get", "is_scalar", "locate", "path_of"]
+__all__ = [
+    "Step", "Walk", "agreeing", "contents", "enters", "equal", "get", "is_scalar", "locate", "path_of", "scalar_values",
+]  # fmt: skip

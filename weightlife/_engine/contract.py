@@ -33,13 +33,17 @@ def read(life: Lifecycle, modules: Iterable[torch.nn.Module]) -> Sealed:
     """Which tensor stands in every slot that a load writes or that processing makes."""
     # Parameters, and buffers that are rebuilt. Others are the model's own business: the first forward pass with
     # YaRN replaces the rotary cache, and is no client at work.
-    return {
-        (id(module), key): (id(value), storage_key(value), value.shape)
-        for module in modules
-        for key, value in slots.read(module).items()
-        if isinstance(value, torch.Tensor)
-        and (key[0] == "param" or (key[0] == "buffer" and key in life.plan.restore.get(id(module), {})))
-    }
+    sealed: Sealed = {}  # of tuples of numbers and text, which garbage collections leave alone
+    for module in modules:
+        own, ident = vars(module), id(module)
+        for name, value in own["_parameters"].items():
+            if isinstance(value, torch.Tensor):
+                sealed[ident, ("param", name)] = (id(value), storage_key(value), tuple(value.shape))
+        rebuilt = life.plan.restore.get(ident, {})
+        for name, value in own["_buffers"].items():
+            if ("buffer", name) in rebuilt and isinstance(value, torch.Tensor):
+                sealed[ident, ("buffer", name)] = (id(value), storage_key(value), tuple(value.shape))
+    return sealed
 
 
 def changed(life: Lifecycle, only: torch.nn.Module | None = None) -> str | None:

@@ -141,15 +141,17 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
         before = skeleton.states[ident]
         after = slots.read(holder.obj)
         restore: dict[slots.Key, Any] = {}
-        if any(isinstance(value, torch.Tensor) and is_inference(value) for value in after.values()):
-            unwritable |= holder.owners
-        for key in [*before, *(key for key in after if key not in before)]:
-            was, now = before.get(key, ABSENT), after.get(key, ABSENT)
+        there = 0
+        for key, was in before.items():
+            now = after.get(key, ABSENT)
+            there += now is not ABSENT
+            if was is now and type(now) in slots.LEAVES:
+                continue
+            if isinstance(now, torch.Tensor) and is_inference(now):
+                unwritable |= holder.owners
             why: str | None
             if isinstance(was, (Token, Composite)):
                 why = tensor_change(skeleton, was, now, written)
-            elif was is ABSENT:
-                why = "added"
             elif now is ABSENT:
                 why = "removed"
             else:
@@ -157,6 +159,13 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
             if why is not None:
                 restore[key] = was
                 _note(reasons, holder, f"{slots.step('', key)} {why}")
+        if there < len(after):
+            for key, now in after.items():
+                if key not in before:
+                    if isinstance(now, torch.Tensor) and is_inference(now):
+                        unwritable |= holder.owners
+                    restore[key] = ABSENT
+                    _note(reasons, holder, f"{slots.step('', key)} added")
         if restore:
             plan.restore[ident] = restore
     _close_over_storages(skeleton, plan, reasons)
@@ -194,9 +203,13 @@ def _close_over_storages(skeleton: Skeleton, plan: Plan, reasons: dict[int, str]
         for value in slots_to_restore.values():
             for token in tokens(value):
                 plan.rebuilt_storages.add(skeleton.tensors[token.index].storage)
+    if not plan.rebuilt_storages:
+        return
     for ident, state in skeleton.states.items():
         holder = skeleton.holders[ident]
         for key, value in state.items():
+            if type(value) in slots.LEAVES:
+                continue
             if any(skeleton.tensors[token.index].storage in plan.rebuilt_storages for token in tokens(value)):
                 restore = plan.restore.setdefault(ident, {})
                 if key not in restore:

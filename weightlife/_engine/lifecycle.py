@@ -8,12 +8,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightlife import errors
-from weightlife._engine import contract, export, ranks, registry, routing, runtime, seal, slots, streaming
+from weightlife._engine import collect, contract, ranks, registry, runtime, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
@@ -29,15 +29,21 @@ from weightlife._engine.registry import (
     release,
     released,
 )
-from weightlife._engine.sent import Sent
-from weightlife._engine.session import WeightLoadSession
 from weightlife._engine.skeleton import Skeleton
-from weightlife._engine.streaming import Unit
 from weightlife._engine.telling import Teller
 from weightlife._engine.turns import Turn
 from weightlife.config import Settings
 from weightlife.hosts.protocol import Host
 from weightlife.report import LoadReport
+
+if TYPE_CHECKING:
+    from weightlife._engine.seal import Seal
+    from weightlife._engine.session import WeightLoadSession
+    from weightlife._engine.streaming import Unit
+    from weightlife._manifest import Manifest as PublicManifest
+
+# What only updates need (sessions, their stages, addresses, manifests to show) is imported with the first of them:
+# half of this package, 12 ms and 2,500 objects for every garbage collection of a start-up.
 
 
 class Lifecycle(Teller):
@@ -93,7 +99,9 @@ class Lifecycle(Teller):
         self.turn = Turn()
         self.expected: dict[str, Any] | None = None  # a sender's table, until an update has met it
         self.digests = runtime.Digests(self)
-        self.addresses = seal.Seal(self)
+        self.agreed: set[tuple[int, slots.Key]] = (
+            set()
+        )  # numbers after the first load, until addresses are sealed
         self.hooks: list[Any] = []  # handles of forward hooks on a plain module
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self.links: list[tuple[int, int]] = []  # layers of which one needs the other when it is rebuilt
@@ -128,6 +136,13 @@ class Lifecycle(Teller):
             raise errors.SessionStateError("the model is gone", model=self.name)
         return model
 
+    @functools.cached_property
+    def addresses(self) -> Seal:
+        """The contract of addresses."""
+        from weightlife._engine.seal import Seal
+
+        return Seal(self)
+
     def layer_path(self, ident: int) -> str:
         """Module path by id, for messages."""
         layer = self.plan.layers.get(ident)
@@ -135,6 +150,8 @@ class Lifecycle(Teller):
 
     def streamable(self) -> list[Unit]:
         """Layers that may be processed as soon as they are complete. Found once for each manifest."""
+        from weightlife._engine import streaming
+
         if self._units is None or self._units[0] is not self.manifest:
             self._units = (self.manifest, streaming.units(self))
         return [unit for unit in self._units[1] if unit.ident not in self.late_layers]
@@ -206,6 +223,9 @@ class Lifecycle(Teller):
             SessionConflictError: one is open. SessionStateError: the model has not had its first load.
             RefusedLayerError: an update must not begin. What `before` raises. Nothing was touched.
         """
+        from weightlife._engine.sent import Sent
+        from weightlife._engine.session import WeightLoadSession
+
         if self.first is not None:
             raise errors.SessionStateError(
                 f"{opened_by}: the model has not had its first load", model=self.name,
@@ -416,10 +436,13 @@ class Lifecycle(Teller):
         self.first = None
         self.status = "ready"
         self.seal()
-        self.addresses.take()
+        self.agreed = collect.agreeing(holder.obj for holder in self.skeleton.holders.values())
         self.digests.keep(report)
-        if manifest.provisional and (told := routing.at_start(self)):
-            report.notes.append(told)
+        if manifest.provisional:
+            from weightlife._engine import routing
+
+            if told := routing.at_start(self):
+                report.notes.append(told)
         report.generation = self.generation
         self.reports.append(report)
         self.say(report)
@@ -429,7 +452,12 @@ class Lifecycle(Teller):
         """For listeners: there is a manifest that was not there before."""
         known = self.manifest if not self.manifest.provisional else self.routed
         if known is not None:
-            bus.emit(MANIFEST, session, make=functools.partial(export.manifest_of, self, known=known))
+            bus.emit(MANIFEST, session, make=functools.partial(self._manifest_of, known))
+
+    def _manifest_of(self, known: Manifest) -> PublicManifest:
+        from weightlife._engine import export
+
+        return export.manifest_of(self, known=known)
 
     def learn_from(self, session: WeightLoadSession) -> None:
         """After a commit: a new generation, and what it teaches."""
@@ -456,6 +484,8 @@ class Lifecycle(Teller):
             self.manifest = Manifest(
                 False, expected_from(received, written), received, session.intake.casts, session.intake.spread
             )
+            from weightlife._engine import routing
+
             routing.compare(self, session)
             self._taught(session.id)
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightlife import digests, errors
+from weightlife import errors
 from weightlife._engine import slots
 from weightlife._engine.skeleton import is_uninitialized
-from weightlife.kernels import digest
 
 if TYPE_CHECKING:
+    from weightlife import digests
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife.report import LoadReport
 
@@ -55,6 +55,9 @@ def table(
     **more: Any,
 ) -> digests.Table:
     """The table of digests of a model, by path. Two paths to one piece of memory cost one digest."""
+    from weightlife import digests  # for who asks for them
+    from weightlife.kernels import digest
+
     found = list(tensors(model, skip, transient, declared))
     unique: dict[tuple[Any, ...], int] = {}
     places: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract: where each piece of runtime storage is, sealed after the first load and when graphs are captured.
+"""The contract: where each piece of runtime storage is, sealed before the first update and when graphs are captured.
 
 Until something has captured addresses, the contract of an update is what serves when it begins: the host may have
 exchanged a table in between, and nobody read the old one. After a capture it is what stood there then, and those
@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife import errors
 from weightlife._engine import slots, storage
-from weightlife._engine.collect import Step, Walk, get, is_scalar, locate
+from weightlife._engine.collect import Step, Walk, equal, get, is_scalar, locate, scalar_values
 from weightlife._engine.skeleton import storage_key, view_on
 
 if TYPE_CHECKING:
@@ -100,11 +100,18 @@ class Seal:
 
     # -- taking it ---------------------------------------------------------------------------------------------
 
+    def due(self) -> None:
+        """Seal, if nothing was sealed since the first load: before an update, a sleep, a declaration."""
+        if self.walk is None:
+            self.take()
+
     def take(self, again: bool = True) -> None:
         """Seal what stands there now. `again`: look everywhere, not only where something was found before."""
         life = self.life
-        if self.walk is None or again:
+        again = again or self.walk is None
+        if again:
             self.walk = Walk(life.model, life.host.skip, life.host.transient, self.declared.values())
+        assert self.walk is not None
         values = self.walk.values()
         keep = bool(self.captured)
         self.entries = []
@@ -114,8 +121,13 @@ class Seal:
                 memory = tensor.untyped_storage()
                 self.entries.append(Entry(step, seen, memory if keep else StorageWeakRef(memory)))
         if again:
-            pairs = enumerate(self._pairs(values))
-            self._mirrors = [i for i, (mirror, value) in pairs if _equal(mirror, value)]
+            # Weights that are lost have no values to read.
+            pairs = [] if life.poisoned else self._pairs(values)
+            self._mirrors = [i for i, (mirror, value) in enumerate(pairs) if equal(mirror, value)]
+            if life.agreed:
+                known = enumerate((id(values[parent]), key) for parent, _, key, _ in self.walk.mirrors)
+                self._mirrors = sorted({*self._mirrors, *(i for i, key in known if key in life.agreed)})
+                life.agreed = set()
 
     def capture(self, by: str) -> None:
         """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
@@ -144,6 +156,7 @@ class Seal:
                 f"there is no tensor at {errors.clean(path)!r}", model=life.name,
                 hint="declare storage when it exists: after the first load",
             )  # fmt: skip
+        self.due()
         self.declared[path] = found
         captured = {entry.step.path: entry for entry in self.entries} if self.captured else {}
         self.walk = walk
@@ -158,10 +171,14 @@ class Seal:
         """An update is prepared: what it is held to. A's storages live as long as it is open."""
         started = time.perf_counter()
         self.seconds, self._lost = 0.0, []
-        if self.walk is not None and session.report.storage == "pinned":
-            self._again()
+        first = self.walk is None
+        self.due()
+        if session.report.storage == "pinned":
+            if not first:
+                self._again()
             if self.captured:
                 self._put_back(session)
+            assert self.walk is not None
             self._held = {}
             for _, tensor in self.walk.tensors():
                 key = None if tensor is None else storage_key(tensor)
@@ -297,13 +314,14 @@ class Seal:
 
     def stale_numbers(self) -> list[str]:
         """Paths of numbers that agreed with their tensors after the first load, and do not now."""
+        self.due()
         if self.walk is None or not self._mirrors:
             return []
         pairs = self._pairs(self.walk.values(), self._mirrors)
         return [
             self.walk.mirrors[index][3]
             for index, pair in zip(self._mirrors, pairs, strict=True)
-            if not _equal(*pair)
+            if not equal(*pair)
         ]
 
     def after_wake(self) -> None:
@@ -325,16 +343,7 @@ class Seal:
             tensor = get(values[parent], key)
             numbers.append(get(values[parent], mirror))
             scalars.append(tensor if isinstance(tensor, torch.Tensor) and is_scalar(tensor) else None)
-        by_device: dict[torch.device, list[int]] = {}
-        for index, scalar in enumerate(scalars):
-            if scalar is not None:
-                by_device.setdefault(scalar.device, []).append(index)
-        out: list[float | None] = [None] * len(scalars)
-        for indices in by_device.values():
-            flat = [scalars[i].detach().reshape(1).double() for i in indices]  # type: ignore[union-attr]
-            for index, value in zip(indices, torch.cat(flat).tolist(), strict=True):
-                out[index] = value
-        return list(zip(numbers, out, strict=True))
+        return list(zip(numbers, scalar_values(scalars), strict=True))
 
     # -- after it ----------------------------------------------------------------------------------------------
 
@@ -413,13 +422,6 @@ def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
 def _undone(session: WeightLoadSession, track: Any) -> bool:
     assert session.stage is not None
     return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
-
-
-def _equal(mirror: Any, value: float | None) -> bool:
-    """Whether a number is a scalar's value, NaN being equal to itself."""
-    if value is None or not isinstance(mirror, float):
-        return False
-    return mirror == value or (mirror != mirror and value != value)
 
 
 def _same_geometry(tensor: torch.Tensor, seen: Print) -> bool:

@@ -13,7 +13,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,8 +99,8 @@ class StorageSkeleton:
     device: torch.device
     dtype: torch.dtype  # of the first tensor seen on it; regions count elements of this type
     weak: StorageWeakRef | None
-    tensors: list[int] = field(default_factory=list)
-    layers: set[int] = field(default_factory=set)  # ids of the modules with a slot on it
+    tensors: tuple[int, ...] = ()
+    layers: frozenset[int] = frozenset()  # ids of the modules with a slot on it
     # Values that a load never writes: (flat element index, values) or the whole storage.
     kept_index: torch.Tensor | None = None
     kept: torch.Tensor | None = None
@@ -111,6 +111,9 @@ class StorageSkeleton:
         """Elements of `dtype`."""
         return self.nbytes // self.dtype.itemsize
 
+
+# Values of exactly these types neither are tensors nor immutable containers of them. A built-in method may be a tensor's.
+_PLAIN_VALUES = (slots.LEAVES - {types.BuiltinMethodType}) | {dict, list, set, frozenset, types.FunctionType}
 
 _wraps: Callable[[object], bool] = is_traceable_wrapper_subclass
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -203,10 +206,18 @@ class Skeleton:
         self._by_tensor: dict[int, int] = {}
         self._by_storage: dict[int, int] = {}
         self.unsupported: dict[str, str] = {}
+        # Constructors run under `with device:`, a mode that is asked for every `tensor.shape`: 8 of 15 ms for 340 tensors.
+        with torch._C.DisableTorchFunction():
+            self._take(model, skip, provisional)
+
+    def _take(self, model: torch.nn.Module, skip: Any, provisional: bool) -> None:
         holders, states = slots.walk(model, skip)
         self.holders = holders
         self.states: dict[int, slots.State] = {
-            ident: {key: self._tokenise(value, holders[ident], key) for key, value in state.items()}
+            ident: {
+                key: value if type(value) in _PLAIN_VALUES else self._tokenise(value, holders[ident], key)
+                for key, value in state.items()
+            }
             for ident, state in states.items()
         }
         # An immutable container is part of the slot that holds it; kept as a holder it would keep its tensors.
@@ -234,7 +245,11 @@ class Skeleton:
                     INFERENCE if is_inference(value) else "a lazily shaped, meta or sparse tensor"
                 )
                 return value
-        self.storages[self.tensors[index].storage].layers |= holder.owners
+        storage = self.storages[self.tensors[index].storage]
+        if not storage.layers:
+            storage.layers = frozenset(holder.owners)  # the holder's own, where that is one
+        elif not storage.layers >= holder.owners:
+            storage.layers = storage.layers | holder.owners
         return Token(index)
 
     def _add(self, tensor: torch.Tensor, path: str) -> int | None:
@@ -257,7 +272,7 @@ class Skeleton:
                 tensor.dtype, type(tensor), copied(getattr(tensor, "__dict__", {})), tensor.requires_grad, path,
             )
         )  # fmt: skip
-        self.storages[number].tensors.append(index)
+        self.storages[number].tensors += (index,)
         return index
 
     def _keep_constructor_values(self, provisional: bool) -> None:
@@ -267,13 +282,15 @@ class Skeleton:
         load leaves alone are then known only if they were all one value.
         """
         for storage in self.storages:
+            if storage.nbytes == 0 or (storage.nbytes > SMALL_BYTES and not provisional):
+                continue
             tensor = self.tensors[storage.tensors[0]].ref()
-            if tensor is None or storage.nbytes == 0:
+            if tensor is None:
                 continue
             content = flat(tensor.detach(), storage.dtype)
             if storage.nbytes <= SMALL_BYTES:
                 storage.kept = content.clone()
-            elif provisional:
+            else:
                 first = content[:1]
                 if bool((content == first).all()):
                     storage.constant = first.item()
@@ -293,7 +310,9 @@ class Skeleton:
         """Every parameter and buffer slot that the constructor filled: its module, its key, its tensor's number."""
         for ident, state in self.states.items():
             for key, value in state.items():
-                if key[0] in ("param", "buffer") and isinstance(value, Token):
+                if key[0] not in ("param", "buffer"):
+                    break  # these come first, in modules, and nothing else has any
+                if isinstance(value, Token):
                     yield self.holders[ident], key, value.index
 
     @property
@@ -305,12 +324,11 @@ class Skeleton:
         """Names under which a parameter is held a second time, and the first: ties."""
         first: dict[int, str] = {}
         found: dict[str, str] = {}
-        for ident, state in self.states.items():
-            for key, value in state.items():
-                if key[0] == "param" and isinstance(value, Token):
-                    path = slots.step(self.holders[ident].path, key)
-                    if first.setdefault(value.index, path) != path:
-                        found[path] = first[value.index]
+        for holder, key, index in self.module_slots():
+            if key[0] == "param":
+                path = slots.step(holder.path, key)
+                if first.setdefault(index, path) != path:
+                    found[path] = first[index]
         return found
 
     def storage_of(self, tensor: torch.Tensor) -> int | None:

@@ -15,13 +15,14 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Key = tuple[str, Any]
 State = dict[Key, Any]
+Owners = set[int] | frozenset[int]
 
 # What `torch.nn.Module.__init__` itself keeps on every module: hooks, flags and the three containers, which
 # are read as kinds of their own. `training` changes with `eval()` after the load and is no weight state.
@@ -35,6 +36,14 @@ _ATOMS = (
     types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout,
 )  # fmt: skip
 
+# Of exactly these types are nine in ten slots, and asking a set is all that most of the walk costs.
+LEAVES: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type, range, types.ModuleType, types.BuiltinFunctionType,
+     torch.dtype, torch.device, torch.Size, torch.layout}
+)  # fmt: skip
+_TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
+_NONE_HELD: frozenset[Any] = frozenset()
+
 # What they stand for may be gone, and then even `isinstance` raises. Who holds one does not own what is behind it.
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
@@ -47,11 +56,14 @@ MAX_ITEMS = 4096
 
 @dataclass
 class Holder:
-    """One object with slots. `owners` are the ids of the modules from which it is reached."""
+    """One object with slots. `owners` are the ids of the modules from which it is reached.
+
+    Most have one, and share its set: an object less for each in every garbage collection.
+    """
 
     obj: Any
     path: str
-    owners: set[int] = field(default_factory=set)
+    owners: Owners = frozenset()
 
     @property
     def is_module(self) -> bool:
@@ -122,6 +134,11 @@ def _slot_names_of_type(cls: Any) -> tuple[str, ...]:
     )
 
 
+def names(obj: Any) -> list[Any]:
+    """The names of an object's attributes, without their values. Strings, where nobody played tricks."""
+    return [*(_dict_of(obj) or ()), *_slot_names(obj)]
+
+
 def read(obj: Any) -> State:
     """All slots of a holder, in their order. Contents of tensors are never read."""
     state: State = {}
@@ -130,7 +147,8 @@ def read(obj: Any) -> State:
         for kind, container in _CONTAINERS.items():
             for name, value in own[container].items():
                 state[kind, name] = value
-        state["set", "_non_persistent_buffers_set"] = frozenset(own["_non_persistent_buffers_set"])
+        held = own["_non_persistent_buffers_set"]
+        state["set", "_non_persistent_buffers_set"] = frozenset(held) if held else _NONE_HELD
         for name, value in own.items():
             if name not in _TORCH_INTERNALS and name != RESERVED_ATTRIBUTE and type(value) not in _PROXIES:
                 state["attr", name] = value
@@ -341,10 +359,12 @@ def step(path: str, key: Key) -> str:
     return f"{path}.{name}" if path and not path.endswith(":") else f"{path}{name}"
 
 
-def _children(state: State) -> Iterator[tuple[Key, Any]]:
+def _children(state: State, path: str, depth: int) -> Iterator[tuple[Any, str, Key, int]]:
+    """Values that may have slots, and their way from the root. Most have none: their path is made when it is asked for."""
     for key, value in state.items():
-        if key[0] not in ("module", "set"):
-            yield key, value
+        cls = type(value)
+        if cls not in LEAVES and cls not in _TENSORS and key[0] not in ("module", "set"):
+            yield value, path, key, depth
 
 
 def walk(
@@ -361,10 +381,10 @@ def walk(
     states: dict[int, State] = {}
     modules = [(name, module) for name, module in model.named_modules()]
     for name, module in modules:
-        holders[id(module)] = Holder(module, name, {id(module)})
+        holders[id(module)] = Holder(module, name, frozenset((id(module),)))
         states[id(module)] = read(module)
     for name, module in modules:
-        _walk_objects(id(module), name, states[id(module)], holders, states, skip)
+        _walk_objects(holders[id(module)].owners, name, states[id(module)], holders, states, skip)
     for path, obj, key in declared:
         _walk_declared(path, Window(obj, key), holders, states, skip)
     return holders, states
@@ -386,34 +406,38 @@ def _walk_declared(
     if id(value) in holders:
         return
     found[id(window)], inside[id(window)] = Holder(window, above), state
-    _walk_objects(0, above, state, found, inside, lambda obj: id(obj) in holders or skip(obj))
+    _walk_objects(frozenset((0,)), above, state, found, inside, lambda obj: id(obj) in holders or skip(obj))
     for ident, holder in found.items():
-        holder.owners.clear()  # nobody's: no layer's strategy follows from it
+        holder.owners = frozenset()  # nobody's: no layer's strategy follows from it
         holders[ident], states[ident] = holder, inside[ident]
 
 
 def _walk_objects(
-    owner: int,
+    owners: Owners,
     path: str,
     state: State,
     holders: dict[int, Holder],
     states: dict[int, State],
     skip: Callable[[Any], bool],
 ) -> None:
+    (owner,) = owners
     # Breadth first: an object counts by the shortest way to it.
-    queue = deque((value, step(path, key), 1) for key, value in _children(state))
+    queue = deque(_children(state, path, 1))
     while queue:
-        value, where, depth = queue.popleft()
+        value, above, key, depth = queue.popleft()
         if depth > MAX_DEPTH or not _descends(value):
             continue
         known = holders.get(id(value))
+        where = step(above, key)
         if known is not None:
             if owner in known.owners:
                 continue
+            if isinstance(known.owners, frozenset):
+                known.owners = set(known.owners)
             known.owners.add(owner)
         elif skip(value):
             continue
         else:
-            holders[id(value)] = Holder(value, where, {owner})
+            holders[id(value)] = Holder(value, where, owners)
             states[id(value)] = read(value)
-        queue += [(child, step(where, key), depth + 1) for key, child in _children(states[id(value)])]
+        queue.extend(_children(states[id(value)], where, depth + 1))

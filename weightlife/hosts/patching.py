@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,12 +100,21 @@ class Patcher:
 
     def _on_import(self, module: Any) -> None:
         with self._lock:
-            if self.active:
-                self._sweep(self._apply_module(module), since(module))
+            if self.active and (applied := self._apply_module(module)):
+                self._sweep(applied, since(module))
+
+    def _sweep(self, applied: list[Applied], modules: list[Any] | None = None) -> None:
+        """Put wrappers in the place of functions that other modules hold by name. One walk for all of them."""
+        if modules is None and applied:
+            # A walk over 5,000 modules takes 13 ms, over the host's 400 one, and after that one mostly nobody is left.
+            packages = {done.seam.module.partition(".")[0] for done in applied}
+            near = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
+            self._exchange(applied, near)
+            applied = [done for done in applied if held_elsewhere(done)]
+        self._exchange(applied, modules)
 
     @staticmethod
-    def _sweep(applied: list[Applied], modules: list[Any] | None = None) -> None:
-        """One walk for many wrappers: each walk over 3,000 modules takes 25 to 50 ms."""
+    def _exchange(applied: list[Applied], modules: list[Any] | None) -> None:
         places = sweep({id(done.original): (done.original, done.wrapper) for done in applied}, modules)
         for done in applied:
             done.places += places.get(id(done.original), [])
@@ -244,6 +254,20 @@ def sweep(
                 names[name] = pair[1]
                 places.setdefault(id(value), []).append((module, name))
     return places
+
+
+def held_elsewhere(done: Applied) -> bool:
+    """Whether anything but weightlife still refers to the original of a wrapped function.
+
+    By its number of references, against that of a function which nothing else can know: more than that may be a module
+    that holds it by name, or something else (a closure, a call that runs now).
+    """
+    if not isinstance(done.original, types.FunctionType):
+        return True
+    fresh = types.FunctionType(held_elsewhere.__code__, {})
+    unknown = Applied(done.seam, fresh, SeamWrapper(fresh, done.seam.wrapper), False)
+    del fresh
+    return sys.getrefcount(done.original) > sys.getrefcount(unknown.original)
 
 
 def since(module: Any) -> list[Any]:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightlife._version import __version__
-from weightlife.source_checks import Source
+
+if TYPE_CHECKING:
+    from weightlife.source_checks import Source
 
 # Process-wide objects that layers hold but do not own: configuration, process groups, compiled code.
 FOREIGN_MODULES = (

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightlife import errors
-from weightlife._engine import announce, guard, lifecycle, registry, seal
+from weightlife._engine import guard, lifecycle, registry
 from weightlife._engine.lifecycle import Lifecycle
-from weightlife._engine.session import WeightLoadSession
 from weightlife.hosts import runtime
-from weightlife.hosts.vllm import caches, remote, sources
+from weightlife.hosts.vllm import caches, remote
 from weightlife.hosts.vllm.adapter import VllmHost
+
+if TYPE_CHECKING:
+    from weightlife._engine.session import WeightLoadSession
+
+# What only updates and captures need is imported with them (`lifecycle.py` says why).
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -187,6 +191,9 @@ def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
+    from weightlife._engine import announce
+    from weightlife.hosts.vllm import sources
+
     kernel_format = not kwargs.get("is_checkpoint_format", args[2] if len(args) > 2 else True)
     path = kwargs.get("weights_path", args[1] if len(args) > 1 else None)
     iterator = kwargs.get("weights_iterator", args[0] if args else None)
@@ -288,6 +295,8 @@ def _lives(runner: Any, worker: Any = None) -> list[Lifecycle]:
 
 def update_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """What a chunk announces is checked before it is received. A failed chunk ends the update: A serves."""
+    from weightlife.hosts.vllm import sources
+
     try:
         for life in worker_lives(instance):
             if life.session is not None and life.session.explicit:
@@ -334,6 +343,8 @@ def abort_update(worker: Any, reason: str) -> bool:
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
     level = _argument(args, kwargs, 0, "level")
+    for life in _worker_lives(instance):
+        life.addresses.due()  # while everything is there to be looked at
     out = wrapped(*args, **kwargs)
     for life in worker_lives(instance):
         weights_sleep(life, 1 if level is None else int(level))
@@ -417,6 +428,8 @@ def capture_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
         for life in _lives(instance):
             why = life.host.adoptable() or ("graphs were captured" if out else None)
             if why is not None:
+                from weightlife._engine import seal
+
                 seal.sealed(life, why)
     return out
 
