@@ -343,7 +343,7 @@ def abort_update(worker: Any, reason: str) -> bool:
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
     level = _argument(args, kwargs, 0, "level")
-    for life in _worker_lives(instance):
+    for life in worker_lives(instance):
         life.addresses.due()  # while everything is there to be looked at
     out = wrapped(*args, **kwargs)
     for life in worker_lives(instance):
