@@ -259,13 +259,13 @@ class TestLateCallers:
             "initialize_model", "process_weights_after_loading", "load_model", "get_model_loader", "reload_weights",
             "initialize_layerwise_reload", "finalize_layerwise_reload", "update_weights", "finish_weight_update",
             "execute_model", "run_on_a", "load_weights", "process_layer", "sleep", "wake_up", "engine_rpc", "engine_step",
-            "after_engine",
+            "reset_prefix_cache", "after_engine",
         ],
     )  # fmt: skip
     def test_wrappers_are_inert_after_uninstall(self, name: str) -> None:
         from types import SimpleNamespace
 
-        from weightlife.hosts.vllm import seams
+        from weightlife.hosts.vllm import caches, seams
 
         weightlife.install()
         weightlife.uninstall()
@@ -284,7 +284,9 @@ class TestLateCallers:
             return model
 
         owner = model if name == "load_weights" else instance
-        out = getattr(seams, name)(original, owner, (first, None, None), {})
+        out = getattr(caches if hasattr(caches, name) else seams, name)(
+            original, owner, (first, None, None), {}
+        )
         assert out is model or name.startswith("after_")
         assert calls == [(first, None, None)]
         assert "_weightlife" not in vars(model)
