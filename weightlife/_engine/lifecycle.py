@@ -29,6 +29,7 @@ from weightlife._engine.registry import (
     release,
     released,
 )
+from weightlife._engine.replicas import Seen
 from weightlife._engine.skeleton import Skeleton
 from weightlife._engine.telling import Teller
 from weightlife._engine.turns import Turn
@@ -109,6 +110,7 @@ class Lifecycle(Teller):
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
+        self.replicas: Seen = {}
         registry.enter(self, model)
 
     def __del__(self) -> None:

@@ -140,13 +140,15 @@ class Streamer:
         assert stage is not None
         life = session.life
         layer = life.skeleton.holders[unit.ident].obj
-        if session.trust is not None:
-            assert session.receiver is not None
-            session.receiver.suspended = True
-            try:
+        assert session.receiver is not None
+        session.receiver.suspended = True
+        try:
+            if session.trust is not None:
                 session.trust.check(unit.numbers)
-            finally:
-                session.receiver.suspended = False
+            if session.held is not None:
+                session.held.take(unit.numbers)
+        finally:
+            session.receiver.suspended = False
         with session.hooks_run_now():
             fill.unwritten(session, unit.members, unit.numbers)
             raw = stage.retire(unit.numbers)
