@@ -19,6 +19,7 @@ from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
 from weightlife._engine.operators import CustomOperators
+from weightlife._engine.overlap import SideCopies
 from weightlife._engine.receive import Receiver
 from weightlife._engine.replicas import Held
 from weightlife._engine.stage import Stage
@@ -81,6 +82,7 @@ class WeightLoadSession:
         self.processed: set[int] = set()
         self.written: dict[int, Any] = {}
         self.streamer: Streamer | None = None
+        self.side_copies = SideCopies(storage.copier(self))  # of layers that are processed early
         self.held: Held | None = None  # what the ranks compare
         self.trust: Trust | None = None  # items whose writes are known need not be observed
         self.kept_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
@@ -472,6 +474,7 @@ class WeightLoadSession:
             self.life.poison("an item that ran by rule was not written where its rule says")
         touched = self.touched() if self.stage is not None else set()
         if self.stage is not None:
+            self.side_copies.join()  # or a copy that still runs lands on what is undone here
             with self.life.entered():
                 self.stage.revert()
         self.phase(None)

@@ -214,7 +214,7 @@ class Streamer:
         }.values():
             if session.life.unsafe or not storage.keep_undo(session, memory):
                 break
-        size = storage.commit_pinned(stage, settlement, session.operators, storage.copier(session), layer)
+        size = storage.commit_pinned(stage, settlement, session.operators, session.side_copies, layer)
         session.copied(len(settlement.moves), size)
         session.kept_alive += settlement.keep_alive
         for move in settlement.moves:
@@ -264,6 +264,7 @@ class Streamer:
 
     def close(self) -> None:
         """Receiving is over: late hooks may read every layer again."""
+        self.session.side_copies.join()
         receiver = self.session.receiver
         for key in self._guards:
             if receiver is not None:
