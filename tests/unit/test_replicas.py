@@ -26,6 +26,7 @@ from tests.toyhost import (
     weights_of,
 )
 from weightlife import errors
+from weightlife._engine import replicas
 
 LEAN: dict[str, Any] = {"isolation": "in_place", "storage": "pinned"}
 
@@ -255,3 +256,20 @@ def test_a_source_that_cuts_before_it_sends() -> None:
     for error in ranks.update(ranks.checkpoint(3)):
         assert isinstance(error, errors.RankMismatchError)
         assert "another shard on each rank" in error.message
+
+
+def test_a_sample_of_a_large_shard_reaches_both_ends() -> None:
+    flat = torch.zeros(replicas._BLOCKS * replicas._BLOCK + 4099, dtype=torch.uint8)
+    flat[0], flat[-20:] = 3, 7  # the last block ends within 16 bytes a block of the end
+    found = replicas._sampled(flat)
+    assert found.shape == (replicas._BLOCKS * replicas._BLOCK,)
+    assert (int(found[0]), bool((found == 7).any())) == (3, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_one_value_over_and_over(dtype: torch.dtype) -> None:
+    once = torch.full((100,), 5, dtype=dtype)
+    late = once.clone()
+    late[99] = 6
+    flat = [tensor.view(torch.uint8) for tensor in (once, late, once[:1])]
+    assert replicas._constants(flat, [dtype.itemsize] * 3) == [True, False, True]

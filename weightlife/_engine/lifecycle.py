@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import collect, contract, ranks, registry, runtime, slots
+from weightlife._engine import collect, contract, ranks, registry, replicas, runtime, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
@@ -29,7 +29,6 @@ from weightlife._engine.registry import (
     release,
     released,
 )
-from weightlife._engine.replicas import Seen
 from weightlife._engine.skeleton import Skeleton
 from weightlife._engine.telling import Teller
 from weightlife._engine.turns import Turn
@@ -110,7 +109,7 @@ class Lifecycle(Teller):
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
-        self.replicas: Seen = {}
+        self.replicas = replicas.Memory()
         registry.enter(self, model)
 
     def __del__(self) -> None:
