@@ -182,12 +182,18 @@ class Lifecycle(Teller):
         return session is not None and session is self.session
 
     def refuse_from_source(self, what: str) -> None:
-        """A source that starts a load of the model that is pulling from it.
+        """A source that starts a load of the model that is pulling from it, or a hook that is processing its layers.
 
         Raises:
             SessionConflictError: it does. The outer session is unharmed if its source survives that.
         """
         session = self.session
+        if session is not None and session.state.value in ("processing", "validating") and self.is_inside():
+            raise errors.SessionConflictError(
+                f"{what} was called by a hook of the update that is running ({session.opened_by}): what it loads would"
+                " be neither counted nor processed", model=self.name, session=session.id,
+                hint="load before the update finishes, or after it",
+            )  # fmt: skip
         if session is not None and session.pulling:
             raise errors.SessionConflictError(
                 f"{what} was called by the source of the update that is running ({session.opened_by})",
@@ -386,6 +392,12 @@ class Lifecycle(Teller):
         self.poisoned = reason
         self.note(f"{self.name} must not serve: {reason}")
 
+    def healed(self) -> None:
+        """A generation is there again that may serve."""
+        if self.poisoned:
+            self.poisoned = ""
+            OpenSessions.count -= 1
+
     def lost(self, reason: str) -> None:
         """The weights are gone (a level-2 sleep). An open update is dropped."""
         self.abort(errors.SessionFailedError(reason, model=self.name))
@@ -399,8 +411,8 @@ class Lifecycle(Teller):
         self.contract = contract.read(self, self.model.modules())
 
     def contract_changed(self, only: torch.nn.Module | None = None) -> str | None:
-        """The first slot that no longer holds what was sealed, or None: somebody else is at work on the model."""
-        return contract.changed(self, only)
+        """The first slot that was brought back into model format, or None: somebody else is at work on the model."""
+        return contract.recreated(self, only)
 
     def observe(
         self,
@@ -463,9 +475,7 @@ class Lifecycle(Teller):
     def learn_from(self, session: WeightLoadSession) -> None:
         """After a commit: a new generation, and what it teaches."""
         self.generation += 1
-        if self.poisoned:
-            self.poisoned = ""
-            OpenSessions.count -= 1
+        self.healed()
         self.seal()
         if session.sent is not None and session.sent.table is self.expected:
             self.expected = None
