@@ -48,18 +48,18 @@ def read(life: Lifecycle, modules: Iterable[torch.nn.Module]) -> Sealed:
     return sealed
 
 
-def changed(life: Lifecycle) -> str | None:
-    """The first slot that no longer holds what was sealed, or None."""
-    return next((path for path, _ in _differing(life, None)), None)
+def changed(life: Lifecycle, only: torch.nn.Module | None = None) -> str | None:
+    """The first slot, of the model or of one layer, that no longer holds what was sealed, or None."""
+    return next((path for path, _ in _differing(life, only)), None)
 
 
-def recreated(life: Lifecycle, only: torch.nn.Module | None = None) -> str | None:
-    """The first slot, of the model or of one layer, that a client brought back into model format, or None.
+def recreated(life: Lifecycle) -> str | None:
+    """The first slot that a client brought back into model format, or None.
 
     Who merely put another tensor in the place of one that serves (a clone, other data) is no client at work: his next
     load is one of ours. Left to itself it would write into processed weights.
     """
-    for path, (key, sealed, now) in _differing(life, only):
+    for path, (key, sealed, now) in _differing(life, None):
         if sealed is None or now is None or sealed[2] != now[2]:
             return path
         made = life.plan.restore.get(key[0], {}).get(key[1])

@@ -288,7 +288,7 @@ class Lifecycle(Teller):
                 raise failed
             session = self.session
             if session is None:
-                changed = self.contract_changed()
+                changed = contract.recreated(self)
                 if changed is not None:
                     # A client with a lifecycle of its own: its load runs as it is, and the report says so.
                     why = f"{changed} was re-created by the caller"
@@ -411,8 +411,8 @@ class Lifecycle(Teller):
         self.contract = contract.read(self, self.model.modules())
 
     def contract_changed(self, only: torch.nn.Module | None = None) -> str | None:
-        """The first slot that was brought back into model format, or None: somebody else is at work on the model."""
-        return contract.recreated(self, only)
+        """The first slot that no longer holds what was sealed, or None: somebody else is at work on the model."""
+        return contract.changed(self, only)
 
     def observe(
         self,
