@@ -317,7 +317,7 @@ def _telemetry_status() -> dict[str, Any]:
 NOT_COVERED = (
     "pipeline parallel, experts under LoRA, online quantisation and CPU offload run the host's own path, observed",
     "expert re-placement (EPLB) and updates while asleep are refused",
-    "votes across ranks compare names and outcomes before the commit; values only with a sender's table of digests",
+    "votes across ranks compare replicas and samples of shards; each value of a shard only with a sender's table of digests",
     "memory is not stepped down by itself: choose isolation='in_place' where B does not fit beside A",
     "completeness after a dummy first load is learned from the first real load",
 )

@@ -186,6 +186,14 @@ class Settings:
             "weightlife.check_digests compares with what is there later.",
         ),
     )
+    rank_values: Check = field(
+        default="strict",
+        metadata=_choice(
+            Check,
+            "With several ranks: tensors that every rank gets whole and that differ between ranks before the commit, and "
+            "shards that are equal on all ranks where the last update's were not.",
+        ),
+    )
     undo_budget_bytes: int | None = field(
         default=None,
         metadata=_integer(

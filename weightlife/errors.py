@@ -460,7 +460,7 @@ class EarlyProcessingError(ProcessingError):
 
 
 class RankMismatchError(WeightlifeError):
-    """Ranks received or did different things in one update."""
+    """Ranks received, did or hold different things in one update."""
 
     code = "WL501"
     default_hint = "send the same update to every rank, then load again"

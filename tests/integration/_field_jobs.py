@@ -26,6 +26,10 @@ from typing import Any, Final
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
+if str(REPOSITORY) not in sys.path:
+    sys.path.insert(0, str(REPOSITORY))
+
+from tests.integration import _hostile_rows  # noqa: E402 - found by the line above, however this is run
 
 Weights = list[tuple[str, Any]]
 
@@ -725,7 +729,7 @@ ROWS: Final[Mapping[str, Callable[[Bench], None]]] = {
         by_path, by_iterator, transfer_session, reload_per_bucket, raw_load_weights, fails_then_valid, wrong_shape,
         iterator_raises, missing_member, duplicate_without_others, duplicate_first, wrong_dtype, nan_refused,
         nan_episode, empty, two_threads, reload_in_reload, source_reads_model, processing_twice, kernel_format,
-        prefix_cache, no_false_warning, dummy_by_path, dummy_by_iterator,
+        prefix_cache, no_false_warning, dummy_by_path, dummy_by_iterator, *_hostile_rows.ROWS.values(),
     )
 }  # fmt: skip
 
@@ -755,6 +759,7 @@ _FAULTS = (
     "missing_member", "duplicate_without_others", "duplicate_first", "wrong_dtype", "empty", "two_threads",
     "reload_in_reload", "source_reads_model", "processing_twice", "kernel_format", "prefix_cache", "no_false_warning",
 )  # fmt: skip
+_HOSTILE = tuple(_hostile_rows.ROWS)
 _REST = ("processing_twice", "no_false_warning")
 
 JOBS: Final[Mapping[str, Job]] = {
@@ -768,9 +773,13 @@ JOBS: Final[Mapping[str, Job]] = {
     "gptq": Job("gptq", (*_BOTH, *_REST)),
     "qwen2tied": Job("qwen2tied", (*_BOTH, "raw_load_weights", *_REST)),
     "qwen2tied-compiled": Job("qwen2tied", _BOTH, engine={"enforce_eager": False}),
-    "mixtral": Job("mixtral", (*_BOTH, "raw_load_weights", *_REST)),
+    "mixtral": Job(
+        "mixtral", (*_BOTH, "raw_load_weights", *_REST, *(r for r in _HOSTILE if r != "odd_tensors"))
+    ),
     "gpt_oss": Job("gpt_oss", (*_BOTH, "raw_load_weights", *_REST)),
-    "w8a8dyn": Job("w8a8dyn", (*_BOTH, "raw_load_weights", *_REST)),
+    "w8a8dyn": Job(
+        "w8a8dyn", (*_BOTH, "raw_load_weights", *_REST, "odd_tensors", "changed_between", "hooks_that_load")
+    ),
     "w8a8static": Job("w8a8static", (*_BOTH, "raw_load_weights", *_REST)),
     **{
         f"{family}-dummy": Job(family, ("dummy_by_path", "dummy_by_iterator"), start="dummy")

@@ -14,8 +14,11 @@ from typing import Any
 class RankExtension:
     """Worker methods of a client whose ranks may disagree."""
 
-    def ranks_update(self, folder: str, odd_rank: int, drop: str, by: str) -> str:
-        """Start, stream a folder without `drop` on the odd rank, finish. Returns the error, or nothing."""
+    def ranks_update(self, folder: str, odd_rank: int, drop: str, by: str, spoil: str = "") -> str:
+        """Start, stream a folder without `drop` on the odd rank, finish. Returns the error, or nothing.
+
+        `spoil`: a tensor of which that rank gets another value in one place.
+        """
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -27,6 +30,9 @@ class RankExtension:
         model = runner.get_model()
         odd = self.rank == odd_rank  # type: ignore[attr-defined]
         weights = [(n, t) for n, t in tensors(Path(folder)).items() if not (odd and n == drop)]
+        if odd and spoil:
+            weights = [(n, t.clone()) for n, t in weights]
+            dict(weights)[spoil].view(-1)[5] += 1
         if odd and by == "fails":
             weights = [
                 *weights[: len(weights) // 2],
@@ -44,6 +50,21 @@ class RankExtension:
         except Exception as error:  # noqa: BLE001 - the test compares what each rank heard
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def ranks_lost(self, odd_rank: int, lost: bool) -> None:
+        """One rank's embedding takes itself for another rank's, or no longer does."""
+        import dataclasses
+
+        layer = self.model_runner.get_model().model.embed_tokens  # type: ignore[attr-defined]
+        if self.rank == odd_rank:  # type: ignore[attr-defined]
+            if lost:
+                self._right = layer.shard_indices
+                size = layer.shard_indices.org_vocab_end_index - layer.shard_indices.org_vocab_start_index
+                layer.shard_indices = dataclasses.replace(
+                    layer.shard_indices, org_vocab_start_index=0, org_vocab_end_index=size
+                )
+            else:
+                layer.shard_indices = self._right
 
     def ranks_raise(self, odd_rank: int) -> None:
         """Fail on one rank, or on all (-2)."""
@@ -97,10 +118,19 @@ def main(a: str, b: str) -> dict[str, Any]:
     }.items():
         heard = llm.collective_rpc("ranks_update", args=(b, 1, drop, by))
         found[name] = {"heard": heard, "a_serves": answers() == before}
+    for name, by in {"by iterator": "iterator", "by start and finish": "layerwise"}.items():
+        heard = llm.collective_rpc(
+            "ranks_update", args=(b, 1, "", by, "model.layers.1.input_layernorm.weight")
+        )
+        found[f"one value on one rank, {name}"] = {"heard": heard, "a_serves": answers() == before}
     agreed = llm.collective_rpc("ranks_update", args=(b, -1, "", "layerwise"))
     found["agreed"] = {"heard": agreed, "changed": answers() != before}
     llm.collective_rpc("ranks_update", args=(a, -1, "", "iterator"))
     found["back"] = {"a_serves": answers() == before}
+    llm.collective_rpc("ranks_lost", args=(1, True))
+    heard = llm.collective_rpc("ranks_update", args=(b, -1, "", "iterator"))
+    llm.collective_rpc("ranks_lost", args=(1, False))
+    found["one shard on both ranks"] = {"heard": heard, "a_serves": answers() == before}
     found["in step"] = {"heard": [], "answers": []}
     for odd in (-2, 0, 1):  # every rank raises; one of them
         try:

@@ -169,6 +169,46 @@ def test_a_good_update_logs_no_warning(job: str) -> None:
     right(job, "no_false_warning")
 
 
+@case("odd_tensors")
+def test_layouts_subclasses_and_things_that_are_no_tensors(job: str) -> None:
+    right(job, "odd_tensors")
+
+
+@case("odd_sources")
+def test_sources_that_reuse_reenter_and_end_strangely(job: str) -> None:
+    right(job, "odd_sources")
+
+
+@case("odd_loaders")
+def test_loaders_that_begin_to_behave_otherwise(job: str) -> None:
+    right(job, "odd_loaders")
+
+
+@case("half_an_expert")
+def test_a_loader_that_treats_one_expert_otherwise(job: str) -> None:
+    right(job, "half_an_expert")
+
+
+@case("changed_between")
+def test_user_code_that_works_on_the_model_between_updates(job: str) -> None:
+    right(job, "changed_between")
+
+
+@case("hooks_that_load")
+def test_hooks_that_load_begin_end_or_abort(job: str) -> None:
+    right(job, "hooks_that_load")
+
+
+@case("interrupted_anywhere")
+def test_ctrl_c_at_many_moments(job: str) -> None:
+    right(job, "interrupted_anywhere")
+
+
+@case("threads_at_once")
+def test_two_threads_by_every_pair_of_ways(job: str) -> None:
+    right(job, "threads_at_once")
+
+
 def test_every_row_has_a_test() -> None:
     planned = {row for job in _field_jobs.JOBS.values() for row in job.rows}
     assert planned == set(_field_jobs.ROWS)

@@ -34,6 +34,27 @@ def test_ranks_that_disagree_keep_the_old_weights(found: dict[str, Any], case: s
     assert found[case]["a_serves"]
 
 
+@pytest.mark.parametrize("by", ["by iterator", "by start and finish"])
+def test_one_value_on_one_rank_is_named(found: dict[str, Any], by: str) -> None:
+    seen = found[f"one value on one rank, {by}"]
+    for heard in seen["heard"]:
+        problem = errors.from_message(heard)
+        assert isinstance(problem, errors.RankMismatchError), heard
+        assert problem.tensors == ("model.layers.1.input_layernorm.weight",)
+        assert "ranks [0] hold" in problem.message
+    assert seen["a_serves"]
+
+
+def test_a_rank_that_takes_another_ones_shard(found: dict[str, Any]) -> None:
+    """Names, shapes and dtypes agree; both ranks load the first half of the vocabulary."""
+    seen = found["one shard on both ranks"]
+    for heard in seen["heard"]:
+        problem = errors.from_message(heard)
+        assert isinstance(problem, errors.RankMismatchError), heard
+        assert problem.tensors == ("model.embed_tokens.weight",)
+    assert seen["a_serves"]
+
+
 def test_ranks_that_agree_commit(found: dict[str, Any]) -> None:
     assert found["agreed"] == {"heard": ["", ""], "changed": True}
     assert found["back"]["a_serves"]

@@ -44,6 +44,7 @@ def test_defaults() -> None:
         "watch_writes": "sampled",
         "copy_backend": "auto",
         "digests": "off",
+        "rank_values": "strict",
         "undo_budget_bytes": None,
         "implicit_patience": 64,
         "handshake": "warn",

@@ -33,6 +33,7 @@ from tests.plainnet import (
     served,
     serves,
 )
+from tests.toyhost import Served, unchanged
 from weightlife import errors
 from weightlife._engine import lifecycle
 
@@ -270,3 +271,76 @@ class TestOddObjects:
             assert "\u202e" not in text
             text.encode()
         assert (serves(net), outcome(net)) == ("B", "committed")
+
+
+class TestHooksAndReplacedParameters:
+    """Found by attacks on the real engine; each served a mixture without an error, or after one."""
+
+    def test_a_hook_that_loads_is_refused(self) -> None:
+        """What it wrote stood in the new generation, uncounted, and was committed."""
+        toy = Served(("packed", "dense"))
+        old = dict(toy.weights)
+        layer = toy.model.get_submodule("body.inner.0")
+        process = type(layer).process
+
+        def loads(self: Any) -> None:
+            process(self)
+            toy.send({name: value for name, value in old.items() if ".1." in name})
+
+        with unchanged(toy.model), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(layer), "process", loads)
+            with pytest.raises(errors.SessionConflictError, match="by a hook"):
+                toy.update(toy.checkpoint(1))
+        assert torch.equal(toy.run(), toy.expected())
+        toy.update(toy.checkpoint(1))
+        assert torch.equal(toy.run(), toy.expected())
+
+    @pytest.mark.parametrize("kind", ["dense", "swapped", "renamed"])
+    @pytest.mark.parametrize("how", ["object", "data"])
+    def test_a_clone_in_the_place_of_a_parameter_is_no_client_at_work(self, kind: str, how: str) -> None:
+        toy = Served((kind, "norm"))
+        for module in toy.model.modules():
+            for name, value in list(module._parameters.items()):
+                if kind == "swapped" and value.shape == (4, 4):
+                    continue  # processed to the shape that it was made with: can't be told from one made anew
+                if how == "data":
+                    value.data = value.data.clone()
+                    continue
+                module._parameters[name] = nn.Parameter(value.data.clone(), requires_grad=False)
+                module._parameters[name].__dict__.update(value.__dict__)
+        weights = toy.checkpoint(1)
+        toy.send(weights)
+        assert toy.life.session is not None, "the load was left to itself"
+        toy.weights = dict(weights)
+        assert torch.equal(toy.run(), toy.expected())
+
+    def test_a_load_left_to_its_caller_that_fails_half_way_does_not_serve(self) -> None:
+        toy = Served(("scaled", "dense"))
+        layer = toy.model.get_submodule("body.inner.0")
+
+        def remade() -> None:
+            made = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+            made.__dict__.update(layer.weight.__dict__, weight_loader=layer.copy)
+            layer.weight = made
+
+        remade()
+        weights = toy.checkpoint(1)
+
+        def fails() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(weights.items())[:1]
+            raise ValueError("the trainer went away")
+
+        with pytest.raises(ValueError, match="went away"):
+            toy.send(fails())
+        with pytest.raises(errors.PoisonedModelError, match="half way"):
+            toy.run()
+        remade()
+        toy.send(weights)  # the caller's own path again, to its end
+        layer.process()
+        toy.weights = dict(weights)
+        assert torch.equal(toy.run(), toy.expected())
+        remade()
+        with pytest.raises(ValueError, match="went away"):
+            toy.send(fails())
+        toy.update(toy.checkpoint(2))
+        assert torch.equal(toy.run(), toy.expected())

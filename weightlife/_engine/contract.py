@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ import torch
 from weightlife import errors
 from weightlife._engine import slots
 from weightlife._engine.events import SESSION_END, SESSION_START, bus
-from weightlife._engine.skeleton import storage_key
+from weightlife._engine.skeleton import Token, storage_key
 from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
+
+_HALF_WAY = "a load that was left to its caller, who re-created parameters, failed half way"
 
 Sealed = dict[tuple[int, slots.Key], Any]
 """Module id and slot -> identity, storage and shape of its tensor."""
@@ -48,14 +50,33 @@ def read(life: Lifecycle, modules: Iterable[torch.nn.Module]) -> Sealed:
 
 def changed(life: Lifecycle, only: torch.nn.Module | None = None) -> str | None:
     """The first slot, of the model or of one layer, that no longer holds what was sealed, or None."""
+    return next((path for path, _ in _differing(life, only)), None)
+
+
+def recreated(life: Lifecycle) -> str | None:
+    """The first slot that a client brought back into model format, or None.
+
+    Who merely put another tensor in the place of one that serves (a clone, other data) is no client at work: his next
+    load is one of ours. Left to itself it would write into processed weights.
+    """
+    for path, (key, sealed, now) in _differing(life, None):
+        if sealed is None or now is None or sealed[2] != now[2]:
+            return path
+        made = life.plan.restore.get(key[0], {}).get(key[1])
+        if isinstance(made, Token) and life.skeleton.tensors[made.index].shape == tuple(now[2]):
+            return path
+    return None
+
+
+def _differing(life: Lifecycle, only: torch.nn.Module | None) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+    """Paths with slot, what was sealed there and what stands there now (None: no tensor)."""
     modules = list(life.model.modules()) if only is None else [only]
     now = read(life, modules)
     wanted = {id(module) for module in modules}
     sealed = {key: value for key, value in life.contract.items() if key[0] in wanted}
     for key in [*sealed, *(key for key in now if key not in sealed)]:
         if now.get(key) != sealed.get(key):
-            return slots.step(life.layer_path(key[0]), key[1])
-    return None
+            yield slots.step(life.layer_path(key[0]), key[1]), (key, sealed.get(key), now.get(key))
 
 
 def observe(
@@ -68,7 +89,8 @@ def observe(
 ) -> Any:
     """Run a load of the host's own and change nothing: time, outcome, and what moved go into a report.
 
-    `why`: what made this load one to be left alone, where that is not the model or the mode.
+    `why`: what made this load one to be left alone, where that is not the model or the mode. If such a load fails, what
+    it wrote is in the weights that serve, and they must not: until one ends, or an update of ours commits.
     """
     if life.observing:
         return call(*args, **kwargs)
@@ -84,15 +106,20 @@ def observe(
     started = time.perf_counter()
     life.observing = True
     try:
-        return call(*args, **kwargs)
+        out = call(*args, **kwargs)
+        if why and life.poisoned == _HALF_WAY:
+            life.healed()
+        return out
     except BaseException as error:
         report.error = errors.safe_text(error)
+        if why:
+            life.poison(_HALF_WAY)
         raise
     finally:
         life.observing = False
         life.digests.forget("the host's own path loaded weights since")
         report.seconds = time.perf_counter() - started
-        moved = None if why else life.contract_changed()
+        moved = None if why else changed(life)
         if moved is not None:
             life.seal()
             report.contract_changes.append(
@@ -104,4 +131,4 @@ def observe(
         life.say(report)
 
 
-__all__ = ["Sealed", "changed", "observe", "read"]
+__all__ = ["Sealed", "changed", "observe", "read", "recreated"]

@@ -48,7 +48,7 @@ class FirstLoad:
         self._last_write: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
         self.sources: set[int] = set()  # storages of the tensors that came
-        self.learner = rules.Learner(life.skeleton)
+        self.learner = rules.Learner(life.skeleton, life.host.rank()[1])
         self._receiver: Receiver | None = None
         self._kind = ""
         self._sizes: dict[Any, tuple[tuple[int, ...], int]] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import collect, contract, ranks, registry, runtime, slots
+from weightlife._engine import collect, contract, ranks, registry, replicas, runtime, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
@@ -109,6 +109,7 @@ class Lifecycle(Teller):
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
+        self.replicas = replicas.Memory()
         registry.enter(self, model)
 
     def __del__(self) -> None:
@@ -181,12 +182,18 @@ class Lifecycle(Teller):
         return session is not None and session is self.session
 
     def refuse_from_source(self, what: str) -> None:
-        """A source that starts a load of the model that is pulling from it.
+        """A source that starts a load of the model that is pulling from it, or a hook that is processing its layers.
 
         Raises:
             SessionConflictError: it does. The outer session is unharmed if its source survives that.
         """
         session = self.session
+        if session is not None and session.state.value in ("processing", "validating") and self.is_inside():
+            raise errors.SessionConflictError(
+                f"{what} was called by a hook of the update that is running ({session.opened_by}): what it loads would"
+                " be neither counted nor processed", model=self.name, session=session.id,
+                hint="load before the update finishes, or after it",
+            )  # fmt: skip
         if session is not None and session.pulling:
             raise errors.SessionConflictError(
                 f"{what} was called by the source of the update that is running ({session.opened_by})",
@@ -281,7 +288,7 @@ class Lifecycle(Teller):
                 raise failed
             session = self.session
             if session is None:
-                changed = self.contract_changed()
+                changed = contract.recreated(self)
                 if changed is not None:
                     # A client with a lifecycle of its own: its load runs as it is, and the report says so.
                     why = f"{changed} was re-created by the caller"
@@ -385,6 +392,12 @@ class Lifecycle(Teller):
         self.poisoned = reason
         self.note(f"{self.name} must not serve: {reason}")
 
+    def healed(self) -> None:
+        """A generation is there again that may serve."""
+        if self.poisoned:
+            self.poisoned = ""
+            OpenSessions.count -= 1
+
     def lost(self, reason: str) -> None:
         """The weights are gone (a level-2 sleep). An open update is dropped."""
         self.abort(errors.SessionFailedError(reason, model=self.name))
@@ -462,9 +475,7 @@ class Lifecycle(Teller):
     def learn_from(self, session: WeightLoadSession) -> None:
         """After a commit: a new generation, and what it teaches."""
         self.generation += 1
-        if self.poisoned:
-            self.poisoned = ""
-            OpenSessions.count -= 1
+        self.healed()
         self.seal()
         if session.sent is not None and session.sent.table is self.expected:
             self.expected = None

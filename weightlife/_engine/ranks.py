@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between ranks: before a commit each tells the others what it received and whether it can commit."""
+"""Agreement between ranks: before a commit each tells the others whether it can, what it received, and what it holds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class Ballot:
         """Exchange outcomes.
 
         Raises:
-            RankMismatchError: some rank failed, or received something else.
+            RankMismatchError: some rank failed, received something else, or (by policy) holds other values.
         """
         rank, world = self.host.rank()
         if world == 1:
             return
         words = [int(ok), 0 if session is None else stream_digest(session)]
+        held = None if session is None or not ok else session.held
+        if held is not None:
+            words += held.words
         everyone = self.host.exchange(words)
         if not ok:
             return  # this rank has its own error to raise
@@ -47,3 +50,7 @@ class Ballot:
             raise errors.RankMismatchError(
                 f"{what}; rank {rank} does not commit", model=model, session=session.id if session else ""
             )
+        if session is not None and held is not None:
+            problem = held.problem([other[2:] for other in everyone])
+            if problem is not None:
+                session.problem(problem, session.settings.rank_values)

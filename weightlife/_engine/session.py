@@ -19,7 +19,9 @@ from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.intake import Intake
 from weightlife._engine.operators import CustomOperators
+from weightlife._engine.overlap import SideCopies
 from weightlife._engine.receive import Receiver
+from weightlife._engine.replicas import Held
 from weightlife._engine.stage import Stage
 from weightlife._engine.states import State, move
 from weightlife._engine.streaming import Streamer
@@ -80,6 +82,8 @@ class WeightLoadSession:
         self.processed: set[int] = set()
         self.written: dict[int, Any] = {}
         self.streamer: Streamer | None = None
+        self.side_copies = SideCopies(storage.copier(self))  # of layers that are processed early
+        self.held: Held | None = None  # what the ranks compare
         self.trust: Trust | None = None  # items whose writes are known need not be observed
         self.kept_alive: list[tuple[frozenset[int], torch.UntypedStorage]] = []
         self.foreign_modes = False  # a client's own dispatch mode stood over a call
@@ -173,6 +177,8 @@ class WeightLoadSession:
         self.stage.present()
         if self._may_trust():
             self.trust = Trust(self)
+        if self.report.world_size > 1 and self.settings.rank_values != "off" and not self.kernel_format:
+            self.held = Held(self, life.replicas)
         self.state = State.PREPARED
         self.phase("receive")
 
@@ -367,6 +373,8 @@ class WeightLoadSession:
         self.life.addresses.hold(self, settler)
         settlement.changes += seal.kept_derived(self)
         storage.check(self, settlement)
+        if self.held is not None:
+            self.held.close()
         self.life.vote(True, self)
         self.phase("copy_back")
         self._commit(settlement, touched)
@@ -374,6 +382,8 @@ class WeightLoadSession:
     def _rebuild(self, touched: set[int], early: set[int]) -> None:
         """Generation B in kernel format. `touched`: layers that were written; `early`: those processed already."""
         assert self.stage is not None
+        if self.held is not None:
+            self.held.take()
         # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
         wanted = fill.restore(self, touched)
         self.processed = wanted
@@ -447,6 +457,8 @@ class WeightLoadSession:
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
+        if self.held is not None:
+            self.held.learn()
         if self.settings.digests == "commit":
             self.phase("digest")
             life.digests.keep(self.report)
@@ -462,6 +474,7 @@ class WeightLoadSession:
             self.life.poison("an item that ran by rule was not written where its rule says")
         touched = self.touched() if self.stage is not None else set()
         if self.stage is not None:
+            self.side_copies.join()  # or a copy that still runs lands on what is undone here
             with self.life.entered():
                 self.stage.revert()
         self.phase(None)
@@ -487,7 +500,7 @@ class WeightLoadSession:
         self._error = None
         if self.stage is not None:
             self.stage.drop()
-        self.stage = self.receiver = self.operators = self.streamer = self.trust = None
+        self.stage = self.receiver = self.operators = self.streamer = self.trust = self.held = None
 
     def copied(self, tensors: int, size: int) -> None:
         """So much went into the memory that serves."""

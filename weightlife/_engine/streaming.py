@@ -140,13 +140,15 @@ class Streamer:
         assert stage is not None
         life = session.life
         layer = life.skeleton.holders[unit.ident].obj
-        if session.trust is not None:
-            assert session.receiver is not None
-            session.receiver.suspended = True
-            try:
+        assert session.receiver is not None
+        session.receiver.suspended = True
+        try:
+            if session.trust is not None:
                 session.trust.check(unit.numbers)
-            finally:
-                session.receiver.suspended = False
+            if session.held is not None:
+                session.held.take(unit.numbers)
+        finally:
+            session.receiver.suspended = False
         with session.hooks_run_now():
             fill.unwritten(session, unit.members, unit.numbers)
             raw = stage.retire(unit.numbers)
@@ -212,7 +214,7 @@ class Streamer:
         }.values():
             if session.life.unsafe or not storage.keep_undo(session, memory):
                 break
-        size = storage.commit_pinned(stage, settlement, session.operators, storage.copier(session), layer)
+        size = storage.commit_pinned(stage, settlement, session.operators, session.side_copies, layer)
         session.copied(len(settlement.moves), size)
         session.kept_alive += settlement.keep_alive
         for move in settlement.moves:
@@ -262,6 +264,7 @@ class Streamer:
 
     def close(self) -> None:
         """Receiving is over: late hooks may read every layer again."""
+        self.session.side_copies.join()
         receiver = self.session.receiver
         for key in self._guards:
             if receiver is not None:
