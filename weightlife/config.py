@@ -167,7 +167,8 @@ class Settings:
         metadata=_choice(
             WatchWrites,
             "Writes of later loads: 'sampled' lets loaders that only copied in the first load run without being "
-            "observed, checks that they wrote, and observes one tensor in 256; 'all' observes each.",
+            "observed, checks that they wrote, and observes one tensor in 256; 'all' observes each, and first loads under a dispatch mode "
+            "throughout.",
         ),
     )
     copy_backend: CopyBackend = field(

@@ -427,7 +427,7 @@ class TestSampled:
             for name in [*self.names(5), "layers.9.norm"]:
                 sampled.begin(name)
                 seen.append(torch._C._len_torch_function_stack())
-                sampled.end()
+            sampled.stand()
             after = torch._C._len_torch_function_stack()
         assert seen == [1, 1, 0, 0, 0, 1]
         assert (after, torch._C._len_torch_function_stack()) == (1, 0)
@@ -452,7 +452,6 @@ class TestSampled:
                 sampled.begin(name)
                 with torch.device("cpu"):
                     yield name
-                sampled.end()
 
         with Sampled(mode) as sampled, torch.device("meta"):
             depths = [torch._C._len_torch_function_stack() for _ in through(self.names(4))]

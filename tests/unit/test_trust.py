@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightlife import errors
 from weightlife._engine import trust as trust_module
-from weightlife._engine.lifecycle import Lifecycle
+from weightlife._engine.lifecycle import Lifecycle, OpenSessions
 from weightlife._engine.rules import identity, same_loader
 from weightlife._engine.trust import Trust
 from weightlife.config import Settings
@@ -86,6 +86,19 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust_module, "SAMPLE_ONE_IN", 10**9)
 
 
+@pytest.fixture(autouse=True)
+def rigs() -> Iterator[None]:
+    """What a test left open or poisoned counts no more: passes of other models would look for it."""
+    yield
+    for rig in Rig.alive:
+        rig.life.abort()
+        if rig.life.poisoned:
+            OpenSessions.count -= 1
+            rig.life.poisoned = ""
+    Rig.alive.clear()
+    assert OpenSessions.count == 0
+
+
 @pytest.fixture
 def by_rule(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the items that ran by rule."""
@@ -119,7 +132,10 @@ def wanted(weights: Weights) -> torch.Tensor:
 class Rig:
     """A model that had its first load."""
 
+    alive: ClassVar[list[Rig]] = []
+
     def __init__(self, packed: bool, first: Weights | None = None, **settings: Any) -> None:
+        self.alive.append(self)
         self.model = Model(packed)
         self.life = Lifecycle(self.model, TorchHost(self.model), Settings(log_level="error", **settings))
         STATE.loads = 1
@@ -517,6 +533,7 @@ def test_views_that_a_loader_took_before(packed: bool, by_rule: list[str]) -> No
                 held[f"layers.{layer}.weight"][int(expert)].copy_(value)
 
     rig = Rig.__new__(Rig)
+    Rig.alive.append(rig)
     rig.model = ByState(packed)
     rig.life = Lifecycle(rig.model, TorchHost(rig.model), Settings(log_level="error"))
     rig.life.load_weights(rig.model.load_weights, checkpoint(0))
@@ -632,6 +649,7 @@ def test_a_mode_that_a_loader_holds_over_its_loop(by_rule: list[str]) -> None:
             return super().load_weights(weights)
 
     rig = Rig.__new__(Rig)
+    Rig.alive.append(rig)
     rig.model = Held(True)
     rig.life = Lifecycle(rig.model, TorchHost(rig.model), Settings(log_level="error"))
     STATE.loads = 1
@@ -695,6 +713,7 @@ def test_a_loader_that_stops_early() -> None:
             self.layers[0].weight.data[0].mul_(1.0)
 
     rig = Rig.__new__(Rig)
+    Rig.alive.append(rig)
     rig.model = Stops(True)
     rig.life = Lifecycle(rig.model, TorchHost(rig.model), Settings(log_level="error"))
     STATE.loads = 1

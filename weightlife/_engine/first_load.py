@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, rules, slots
+from weightlife._engine import footprint, ledger, rules, slots, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.ledger import Region
@@ -27,6 +27,9 @@ from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_COPY = torch.ops.aten.copy_.default
 
 
 class FirstLoad:
@@ -50,8 +53,9 @@ class FirstLoad:
         self.sources: set[int] = set()  # storages of the tensors that came
         self.learner = rules.Learner(life.skeleton, life.host.rank()[1])
         self._receiver: Receiver | None = None
+        self._wrapped = False  # tensors of a class with a dispatch of its own are about
         self._kind = ""
-        self._sizes: dict[Any, tuple[tuple[int, ...], int]] = {}
+        self._sizes: dict[Any, tuple[tuple[int, ...], str, int]] = {}
         self._tensor: Any = None
         self.tensors = 0
         self.nbytes = 0
@@ -82,7 +86,7 @@ class FirstLoad:
                 hint="build the model again, and load that one",
             )  # fmt: skip
         index: dict[int, Track] = {}
-        skeleton = self.life.skeleton
+        life, skeleton = self.life, self.life.skeleton
         for key, number in skeleton.table().items():
             made = skeleton.storages[number]
             tensor = next((t for i in made.tensors if (t := skeleton.tensors[i].ref()) is not None), None)
@@ -93,13 +97,29 @@ class FirstLoad:
         operators = CustomOperators(receiver, None)
         sampled = Sampled(operators)
 
+        quick = self._plain_tensors()
+
         def begin(name: Any, tensor: Any, followed: bool) -> None:
-            self._begin(name, tensor, followed, sampled.begin(str(name), tensor))
+            text = str(name)
+            # In a thread of the loader's the stacks of modes are others.
+            kind = sampled.begin(text, tensor) if followed else rules.kind_of(text)
+            if followed:
+                # Two alike were seen under the mode, and nothing of a class with a dispatch of its own.
+                if quick and sampled.off and type(tensor) in _PLAIN and not receiver.wrapped:
+                    if not receiver.keyed:
+                        receiver.by_key()
+                else:
+                    receiver.by_mode()
+            self._begin(text, tensor, followed, kind)
 
         def end() -> None:
-            sampled.end()
             self._end(not receiver.odd)
 
+        def after() -> None:
+            sampled.stand()
+            receiver.by_mode()
+
+        receiver.after = after
         self._receiver = receiver
         self.learner.call(load)
 
@@ -115,8 +135,16 @@ class FirstLoad:
             return out
         except BaseException as error:
             self.failed, self._failed_name = errors.safe_text(error), self._name
+            if watching.could_not_show(error):
+                self._wrapped = True
+                raise errors.BypassError(
+                    "the loader uses tensors of a class that has a dispatch of its own, and did not for others like it",
+                    model=life.name, tensors=[self._name] if self._name else [], session=self.report.session_id,
+                    hint="load again, or set watch_writes='all'",
+                ) from error  # fmt: skip
             raise
         finally:
+            self._wrapped = self._wrapped or receiver.wrapped
             self._name = ""
             self._receiver = None
             self.learner.whole = self.learner.whole and receiver.exhausted
@@ -125,6 +153,13 @@ class FirstLoad:
             self.account.source_seconds += receiver.source_seconds
             self.account.load_seconds += time.perf_counter() - started
             self.account.phase(None, self.tensors - before[0], self.nbytes - before[1])
+
+    def _plain_tensors(self) -> bool:
+        """Whether no tensor of the model has a dispatch of its own, and not all is to be seen under the mode."""
+        classes = {made.cls for made in self.life.skeleton.tensors}
+        if self._wrapped or self.life.settings.watch_writes != "sampled":
+            return False
+        return not any(map(watching.dispatches, classes))
 
     def _on_read(self, track: Track, view: torch.Tensor, func: Any) -> None:
         """A loader that reads what it has not written needs the constructor's value at every later load, too."""
@@ -141,30 +176,28 @@ class FirstLoad:
             self.reads_first.add(number)
             self.life.skeleton.keep_unwritten(number, None)
 
-    def _begin(self, name: Any, tensor: Any, followed: bool, kind: str) -> None:
-        known = isinstance(tensor, torch.Tensor)
-        shape, nbytes = self._size(tensor) if known else ((), 0)
-        entry = Received(shape, dtype_name(tensor) if known else "", nbytes)
-        self._name = str(name)
-        self.learner.again(self.received.get(self._name))
-        self.received[self._name] = entry
+    def _begin(self, name: str, tensor: Any, followed: bool, kind: str) -> None:
+        if isinstance(tensor, torch.Tensor):
+            key = (tensor.shape, tensor.dtype)
+            # Shape, dtype and bytes: one object for all that are alike, kept 94,000 times otherwise.
+            like = self._sizes.get(key)
+            if like is None:
+                nbytes = tensor.numel() * tensor.element_size()
+                like = self._sizes[key] = (tuple(tensor.shape), dtype_name(tensor), nbytes)
+            self.sources.add(storage_key(tensor) or 0)
+        else:
+            like = ((), "", 0)
+        entry = Received(*like)
+        if name in self.received:
+            self.learner.again(self.received[name])
+        self._name, self.received[name] = name, entry
         self._kind, self._tensor = kind, tensor
-        if self._name == self._failed_name:
+        if name == self._failed_name:
             self._failed_name = ""
         self.current = entry if followed else None
-        if isinstance(tensor, torch.Tensor):
-            self.sources.add(storage_key(tensor) or 0)
         self.tensors += 1
         self._item += 1
-        self.nbytes += nbytes
-
-    def _size(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-        """Shape and bytes of a source tensor, one object for all that are alike: kept 94,000 times otherwise."""
-        key = (tensor.shape, tensor.dtype)
-        known = self._sizes.get(key)
-        if known is None:
-            known = self._sizes[key] = (tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        return known
+        self.nbytes += like[2]
 
     def _end(self, plain: bool) -> None:
         if self.current is not None:
@@ -192,7 +225,13 @@ class FirstLoad:
     def _on_write(self, track: Track, view: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         number = track.number
         assert number is not None
-        if self._receiver is not None and not rules.copies_own(func, args, self._tensor):
+        given = args[1] if len(args) > 1 else None
+        copies = func is _COPY
+        if (
+            not (copies and given is self._tensor)
+            and self._receiver is not None
+            and not rules.copies_own(func, args, self._tensor)
+        ):
             self._receiver.odd = True
         part = region_of(track, view)
         if part is None:
@@ -200,20 +239,20 @@ class FirstLoad:
             return
         if part.numel == 0:
             return
-        if accumulates(func, args, int(track.storage._cdata)):
+        if not copies and accumulates(func, args, int(track.storage._cdata)):
             self._on_read(track, view, func)
         known = self.expected.get(number)
         if known is None:
             known = self.expected[number] = Counter()
-        known[part] += 1
+        known[part] = known.get(part, 0) + 1  # by get: a counter's own way for what it lacks is Python
         self._last_write[number] = self._item
         if self.current is not None:
             self.current.writes.append((number, part))
-        given = args[1] if len(args) > 1 else None
         if isinstance(given, torch.Tensor):
-            if signature_of(func).name in COPY_OPERATORS and spreads(view, given):
-                self.spread.add(number)
-            if given.dtype != view.dtype:
+            if (copies or signature_of(func).name in COPY_OPERATORS) and given.shape != view.shape:
+                if spreads(view, given):
+                    self.spread.add(number)
+            if given.dtype is not view.dtype:
                 self.casts.setdefault((number, dtype_name(given)), set()).add(part)
 
     def _note_replaced(self) -> None:

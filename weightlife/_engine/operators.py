@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from weightlife._engine.receive import Receiver
 from weightlife._engine.rules import kind_of
 from weightlife._engine.signatures import signature_of
-from weightlife._engine.untraced import UntracedMode
+from weightlife._engine.watching import Watch
 
 # Calls that give a tensor's memory away, below any mode.
 _RAW = frozenset(
@@ -92,35 +91,45 @@ class Sampled:
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode = mode
-        self._seen: Counter[Any] = Counter()
-        self._off = False
+        self.off = False
+        self._seen: dict[Any, int] = {}
+        self._depth = 0  # of the stack below the mode, while it is off
 
     def __enter__(self) -> Sampled:
         self.mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.end()
+        self.stand()
         self.mode.__exit__(*error)
 
     def begin(self, name: str, tensor: Any = None) -> str:
         """A tensor of this name is about to be loaded. Returns its kind."""
         kind = kind_of(name)
         # A mixed checkpoint packs some layers of a kind and copies others.
-        alike = (kind, getattr(tensor, "dtype", None), getattr(tensor, "shape", None))
-        self._seen[alike] += 1
-        depth = torch._C._len_torch_function_stack()
-        on_top = depth and torch._C._get_function_stack_at(depth - 1) is self.mode
-        if self._seen[alike] > 2 and on_top and not self._off:
-            torch._C._pop_torch_function_stack()
-            self._off = True
+        known = isinstance(tensor, torch.Tensor)
+        alike = (kind, tensor.dtype, tensor.shape) if known else (kind, None, None)
+        count = self._seen.get(alike, 0)
+        if count < 2:
+            self._seen[alike] = count + 1
+            self.stand()
+        elif not self.off:
+            depth = torch._C._len_torch_function_stack()
+            if depth and torch._C._get_function_stack_at(depth - 1) is self.mode:
+                torch._C._pop_torch_function_stack()
+                self.off, self._depth = True, depth - 1
         return kind
 
-    def end(self) -> None:
-        """It was loaded."""
-        if self._off:
+    def stand(self) -> None:
+        """Watch again: nobody knows what comes next. Below what was entered meanwhile."""
+        if self.off:
+            self.off = False
+            above = []
+            while torch._C._len_torch_function_stack() > self._depth:
+                above.append(torch._C._pop_torch_function_stack())
             torch._C._push_on_torch_function_stack(self.mode)
-            self._off = False
+            for other in reversed(above):
+                torch._C._push_on_torch_function_stack(other)
 
 
 @lru_cache(maxsize=1024)
@@ -131,11 +140,11 @@ def _packet_schema(func: Any) -> Any:
     return getattr(func, names[0])._schema if names else None
 
 
-class WriteObserver(UntracedMode):
+class WriteObserver(Watch):
     """Notes which of the constructor's storages the first processing writes in place."""
 
     def __init__(self, table: dict[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.table = table
         self.written: set[int] = set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receiving: a dispatch mode that sees every write of a load, whichever way it is made.
+"""Receiving: sees every write of a load, whichever way it is made.
 
 While a loader runs, each operation on a storage that belongs to the model is looked up here. A write is entered in
 the ledger under the source name that is current; a write to memory that serves is redirected to its stage (copy on
@@ -11,32 +11,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from weightlife import errors
+from weightlife._engine import streams
 from weightlife._engine.signatures import SIGNATURES, signature_of
-from weightlife._engine.skeleton import DTYPE_NAMES, view_on
+from weightlife._engine.skeleton import view_on
 from weightlife._engine.track import Track
-from weightlife._engine.untraced import UntracedMode
+from weightlife._engine.watching import Watch, dispatches
 
 if TYPE_CHECKING:
     from weightlife._engine.trust import Trust
 
-
-# What torch's own functions for it call, without the Python round it: twice for each item that runs by rule.
-_push, _pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
-_length, _at = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_stack_at
-
-_PAIRS = (tuple, list)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 OnWrite = Callable[[Track, torch.Tensor, Any, tuple[Any, ...]], None]
 
 
-class Receiver(UntracedMode):
+class Receiver(Watch):
     """Looks up every storage that an operation touches.
 
     Args:
@@ -54,11 +48,12 @@ class Receiver(UntracedMode):
         on_read: Callable[[Track, torch.Tensor, Any], None] | None = None,
         on_retired: Callable[[Track], errors.WeightlifeError] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.index = index
         self.on_retired = on_retired
         self.on_write = on_write
         self.stage = stage
+        self.on_copy = self._copy if stage is None else None
         self.on_read = on_read
         self.error: BaseException | None = None
         self.writes = 0
@@ -68,10 +63,10 @@ class Receiver(UntracedMode):
         self.source_seconds = 0.0  # inside the source, over all calls
         self.sent_on = 0  # identity of the storage on which the present source tensor is
         self.odd = False  # the item under way did more than copy its tensor; whoever asks resets it
-        self.aside = False  # the mode is off the stack, for items whose writes are known
+        self.wrapped = False  # a tensor came by whose class has a dispatch of its own
         self.exhausted = True  # the last source was read to its end
-        self._depth = -2  # of the stack below it, once it stepped aside in this call
-        self._puller = 0  # the thread that is inside the source now (0: none)
+        self.after: Callable[[], None] | None = None  # called when it is, by `items`
+        self.puller = 0  # the thread that is inside the source now (0: none)
 
     @property
     def pulling(self) -> bool:
@@ -79,7 +74,7 @@ class Receiver(UntracedMode):
 
         A loader may pull in a thread of its own, ahead of the one that writes: what that one does is not the source's.
         """
-        return self._puller == threading.get_ident()
+        return self.puller == threading.get_ident()
 
     def _track_of(self, value: Any) -> Track | None:
         """The track of a tensor argument, or None: no tensor, no memory of its own, not the model's."""
@@ -104,7 +99,7 @@ class Receiver(UntracedMode):
             return value
         if track.retired and self.on_retired is not None:
             raise self.on_retired(track)
-        if self._puller and self.pulling and (track.placeholder or track.stage is not None):
+        if self.puller and self.pulling and (track.placeholder or track.stage is not None):
             raise errors.SessionStateError(
                 f"the source reads {track.path} of the model while that is being replaced",
                 hint="compute what you send before the update begins (a list, not a generator over live weights)",
@@ -172,6 +167,8 @@ class Receiver(UntracedMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and not self.wrapped:
+            self.wrapped = any(dispatches(cls) for cls in types)
         known = SIGNATURES.get(id(func))
         signature = signature_of(func) if known is None else known[0]
         if signature.passive or self.suspended:
@@ -211,15 +208,18 @@ class Receiver(UntracedMode):
     def _copy(self, func: Any, args: tuple[Any, ...]) -> Any:
         """`copy_` while a first load is only recorded: nothing is redirected. Nine in ten operations of a load."""
         try:
-            track = self._track_of(args[0])
+            index, to, given = self.index, args[0], args[1]
+            plain = type(to) in _PLAIN and to.layout is torch.strided
+            track = index.get(to.untyped_storage()._cdata) if plain else self._track_of(to)
             if track is not None:
                 self.writes += 1
-                self.on_write(track, args[0], func, args)
-            track = self._track_of(args[1])
+                self.on_write(track, to, func, args)
+            plain = type(given) in _PLAIN and given.layout is torch.strided
+            track = index.get(given.untyped_storage()._cdata) if plain else self._track_of(given)
             if track is not None:
                 self.odd = True
                 if self.on_read is not None:
-                    self.on_read(track, args[1], func)
+                    self.on_read(track, given, func)
         except BaseException as error:
             self.error = self.error or error
             raise
@@ -242,192 +242,15 @@ class Receiver(UntracedMode):
         With `trust`, items that have a rule are handed over with the mode off the stack.
         """
         self.exhausted = False
+        home = threading.get_ident()
         if trust is not None:
-            return self._ruled(weights, begin, between, trust, threading.get_ident())
-        return self._items(weights, begin, between, threading.get_ident())
+            return streams.ruled(self, weights, begin, between, trust, home)
+        return streams.items(self, weights, begin, between, home)
 
     def raise_lost(self) -> None:
         """Raise what ended the source in a thread of the loader's."""
         if self.lost is not None:
             raise self.lost
-
-    def _items(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        begin: Callable[[Any, Any, bool], torch.Tensor | None],
-        between: Callable[[], None],
-        home: int,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        plain = isinstance(weights, (list, tuple))
-        source = iter(weights)
-        while True:
-            here = self._puller = threading.get_ident()
-            began = perf_counter()
-            try:
-                try:
-                    item = self._outside(source) if self.trusted and not plain else next(source)
-                finally:
-                    self.source_seconds += perf_counter() - began
-                self._puller = 0
-                instead = begin(item[0], item[1], here == home)
-            except StopIteration:
-                self.exhausted = True
-                return
-            except BaseException as error:
-                if here != home:
-                    self.lost = (
-                        error  # a thread's exception reaches nobody: the call must not end as if all had come
-                    )
-                raise
-            finally:
-                self._puller = 0
-            self.odd = False
-            yield item if instead is None else (item[0], instead)
-            if here == home:
-                between()
-
-    def _ruled(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        begin: Callable[[Any, Any, bool], torch.Tensor | None],
-        between: Callable[[], None],
-        trust: Trust,
-        home: int,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `_items`, for a source whose items may have rules. What is not by rule goes the same way as there."""
-        plain = isinstance(weights, (list, tuple))
-        # A list and the host's own reader do nothing with the model. A generator may, and is watched.
-        quiet, reader = plain or self.trusted, self.trusted
-        source, ident, clock = iter(weights), threading.get_ident, perf_counter
-        names, received, ready, seen, index = trust.names, trust.received, trust.ready, trust.seen, self.index
-        kinds, pending, simple = DTYPE_NAMES, trust.pending, trust.simple
-        self._depth = -2  # another call may have found other modes
-        tensors, strided, length, push, pop = torch.Tensor, torch.strided, _length, _push, _pop
-        while True:
-            if self.aside and ident() != home:
-                # The mode can't be put back onto another thread's stack: what that one writes meanwhile is not seen.
-                if self.lost is None:
-                    self.lost = trust.broken("a loader went on to read its source in another thread", [])
-            elif self.aside and not quiet:
-                if length() == self._depth:
-                    push(self)
-                    self.aside = False
-                else:
-                    self.stand()
-            here = self._puller = ident()
-            began = clock()
-            try:
-                item = (
-                    next(source)
-                    if plain or self.aside or not quiet or here != home
-                    else self._outside(source)
-                )
-            except StopIteration:
-                if here == home:
-                    self.stand()
-                self.exhausted = True
-                return
-            except BaseException as error:
-                if here == home:
-                    self.stand()
-                if here != home:
-                    self.lost = error
-                raise
-            finally:
-                self.source_seconds += clock() - began
-                self._puller = 0
-            if here == home and type(item) in _PAIRS and len(item) == 2:
-                name, tensor = item
-                # What `trust.rule` and `trust.take` do, for most of 94,000 tensors, without the calls: 0.7 us each.
-                if (
-                    simple
-                    and type(name) is str
-                    and (entry := names.get(name)) is not None
-                    and entry.kind in seen
-                    and type(tensor) is tensors
-                    and tensor.shape == entry.shape
-                    and kinds[tensor.dtype] is entry.dtype
-                    and tensor.layout is strided
-                    and tensor.is_contiguous()
-                    and name not in received
-                    and (reader or tensor.untyped_storage()._cdata not in index)
-                    and len(entry.writes) == 1
-                    and ready.get(entry.writes[0][0])
-                    and trust.left > 1
-                ):
-                    if not self.aside:
-                        if length() == self._depth + 1:
-                            pop(None)
-                            self.aside = True
-                        elif not self._step_aside():
-                            entry = None
-                    if entry is not None:
-                        trust.left -= 1
-                        received[name] = entry
-                        pending.append(entry)
-                        yield item
-                        continue
-                entry = trust.rule(name, tensor)
-                if entry is not None and (self.aside or self._step_aside()):
-                    trust.take(name, entry)
-                    yield item
-                    if trust.streamer is not None and trust.streamer.ready:
-                        self.stand()
-                        between()
-                    continue
-            if here == home:
-                self.stand()
-            try:
-                if here == home:
-                    trust.observe(str(item[0]))
-                instead = begin(item[0], item[1], here == home)
-            except BaseException as error:
-                if here != home:
-                    self.lost = error
-                raise
-            self.odd = False
-            yield item if instead is None else (item[0], instead)
-            if here == home:
-                between()
-
-    def _step_aside(self) -> bool:
-        """Take the mode off the stack, if it is on top of it. Whether it is off now."""
-        depth = _length()
-        if depth == 0 or _at(depth - 1) is not self:
-            return False
-        _pop(None)
-        self._depth = depth - 1
-        self.aside = True
-        return True
-
-    def stand(self) -> None:
-        """Be on the stack again, where the mode was: below what was entered meanwhile."""
-        if not self.aside:
-            return
-        self.aside = False
-        if _length() == self._depth:
-            _push(self)
-            return
-        above = []
-        while _length() > self._depth:
-            above.append(_pop_mode())
-        _push_mode(self)
-        for mode in reversed(above):
-            _push_mode(mode)
-
-    def _outside(self, source: Iterator[Any]) -> Any:
-        """`next(source)` with this mode popped: safetensors' own operators are not the ledger's business.
-
-        They would cost 19 us a tensor under the mode.
-        """
-        depth = _length()
-        if depth == 0 or _at(depth - 1) is not self:
-            return next(source)
-        _pop(None)
-        try:
-            return next(source)
-        finally:
-            _push(self)
 
 
 __all__ = ["Receiver"]

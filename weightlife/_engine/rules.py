@@ -148,7 +148,10 @@ class Learner:
         """An item is done. `plain`: only views were made, and all that was written was copied from its tensor."""
         # Names that differ in numbers only may lead to other parameters (w1 and w2 of an expert): by their sizes.
         sizes = tuple([self.storages[storage].nbytes for storage, _ in entry.writes])
-        number = self.kinds.setdefault((kind, entry.shape, entry.dtype, sizes), len(self.kinds))
+        key = (kind, entry.shape, entry.dtype, sizes)
+        number = self.kinds.get(key)
+        if number is None:
+            number = self.kinds[key] = len(self.kinds)
         entry.kind = number
         entry.writes = list(entry.writes)  # a list that grew keeps room for more
         if not plain or not entry.writes or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
