@@ -187,7 +187,7 @@ class FirstLoad:
             self.sources.add(storage_key(tensor) or 0)
         else:
             like = ((), "", 0)
-        entry = Received(*like)
+        entry = Received(*like, like)
         if name in self.received:
             self.learner.again(self.received[name])
         self._name, self.received[name] = name, entry
@@ -247,7 +247,7 @@ class FirstLoad:
         known[part] = known.get(part, 0) + 1  # by get: a counter's own way for what it lacks is Python
         self._last_write[number] = self._item
         if self.current is not None:
-            self.current.writes.append((number, part))
+            self.current.wrote(number, part)
         if isinstance(given, torch.Tensor):
             if (copies or signature_of(func).name in COPY_OPERATORS) and given.shape != view.shape:
                 if spreads(view, given):
@@ -285,7 +285,7 @@ class FirstLoad:
                 self.casts.setdefault((made.storage, dtype_name(now)), set()).add(part)
             entry = self.received.get(slots.step(holder.path, key))
             if entry is not None and not entry.writes:
-                entry.writes.append((made.storage, part))
+                entry.wrote(made.storage, part)
 
     def process(self, call: Callable[[], Any]) -> Any:
         """Run the host's whole processing, then learn what it changed."""

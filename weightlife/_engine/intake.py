@@ -247,7 +247,7 @@ class Intake:
             self._before_reading(track, part, func)
         self._enter(track, track.number, part)
         if self.current is not None:
-            self.current.writes.append((track.number, part))
+            self.current.wrote(track.number, part)
 
     def _enter(self, track: Track, number: int, part: Region) -> None:
         """A region was written."""
@@ -270,11 +270,15 @@ class Intake:
         if self.session.explicit and self.session.streamer is None:
             regions: dict[int, list[Region]] = {}
             for entry in entries:
-                for number, part in entry.writes:
+                if entry.part is not None:  # nearly all
+                    number = entry.number
                     if number in regions:
-                        regions[number].append(part)
+                        regions[number].append(entry.part)
                     else:
-                        regions[number] = [part]
+                        regions[number] = [entry.part]
+                    continue
+                for number, part in entry.writes:
+                    regions.setdefault(number, []).append(part)
             for number, parts in regions.items():
                 track = stage.by_number[number]
                 track.written.update(parts)

@@ -67,13 +67,20 @@ def counts(numel: int, regions: Iterable[Region] | Mapping[Region, int]) -> npt.
     out = np.zeros(numel, dtype=np.int32)
     items = regions.items() if isinstance(regions, Mapping) else Counter(regions).items()
     for part, times in items:
-        if part.numel == 0:
+        offset, shape, strides = part
+        if 0 in shape:
             continue
-        reach = part.offset + sum((s - 1) * st for s, st in zip(part.shape, part.strides, strict=True))
-        if part.offset < 0 or reach >= numel:
+        if strides == (1,):  # nearly all: a slice takes a tenth of the time of a strided view
+            end = offset + shape[0]
+            if offset < 0 or end > numel:
+                raise IndexError(f"region {part} reaches outside a storage of {numel} elements")
+            out[offset:end] += times
+            continue
+        reach = offset + sum((s - 1) * st for s, st in zip(shape, strides, strict=True))
+        if offset < 0 or reach >= numel:
             raise IndexError(f"region {part} reaches outside a storage of {numel} elements")
         view = np.lib.stride_tricks.as_strided(
-            out[part.offset :], part.shape, tuple(stride * out.itemsize for stride in part.strides)
+            out[offset:], shape, tuple(stride * out.itemsize for stride in strides)
         )
         if _overlaps_itself(part):
             np.add.at(out, _indices(part), times)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightlife._engine import ledger
 from weightlife._engine.ledger import Region
@@ -18,19 +18,59 @@ if TYPE_CHECKING:
     from weightlife._engine.announce import Facts
 
 
-@dataclass(slots=True)
 class Received:
     """One source tensor of a session: where it went. Shape and dtype are the sender's.
+
+    Kept 94,000 times for a large mixture of experts, and nearly always with one write: that has no list of its own, and
+    what alike tensors have in common they share.
 
     `kind`: a number that alike names of a first load have in common; -1 where their writes are always observed.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    writes: list[tuple[int, Region]] = field(default_factory=list)
-    digest: bytes = b""  # of a tied partner that the loader left out, in the parameter's dtype
-    kind: int = -1
+    __slots__ = ("_more", "digest", "kind", "like", "number", "part")
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, nbytes: int, like: tuple[Any, ...] | None = None
+    ) -> None:
+        self.like: tuple[Any, ...] = (shape, dtype, nbytes) if like is None else like
+        self.kind = -1
+        self.number = -1  # storage of its only write, -1: there are none, or more
+        self.part: Region | None = None
+        self._more: list[tuple[int, Region]] | None = None  # its writes, where there are several
+        self.digest = b""  # of a tied partner that the loader left out, in the parameter's dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        shape: tuple[int, ...] = self.like[0]
+        return shape
+
+    @property
+    def dtype(self) -> str:
+        """Of the tensor."""
+        return str(self.like[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return int(self.like[2])
+
+    @property
+    def writes(self) -> list[tuple[int, Region]]:
+        """Storage numbers and regions, in their order. Not to be changed: see `wrote`."""
+        if self.part is not None:
+            return [(self.number, self.part)]
+        return [] if self._more is None else self._more
+
+    def wrote(self, number: int, part: Region) -> None:
+        """One more region was written under this name."""
+        if self._more is not None:
+            self._more.append((number, part))
+        elif self.part is None:
+            self.number, self.part = number, part
+        else:
+            self._more = [(self.number, self.part), (number, part)]
+            self.number, self.part = -1, None
 
 
 @dataclass

@@ -169,7 +169,7 @@ class Router(TorchDispatchMode):
     def _enter(self, number: int, part: ledger.Region) -> None:
         self.expected.setdefault(number, Counter())[part] += 1
         if self._current is not None:
-            self._current.writes.append((number, part))
+            self._current.wrote(number, part)
 
     def finish(self) -> Manifest:
         """What was seen, as a manifest that is provisional."""
@@ -179,7 +179,7 @@ class Router(TorchDispatchMode):
             self.expected.setdefault(number, Counter())[part] += 1
             entry = self.received.get(path)
             if entry is not None and not entry.writes:
-                entry.writes.append((number, part))
+                entry.wrote(number, part)
             made = self.stage.skeleton.storages[number].dtype
             if now.dtype != made:
                 self.casts.setdefault((number, dtype_name(now)), set()).add(part)

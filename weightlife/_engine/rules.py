@@ -147,13 +147,15 @@ class Learner:
     def end(self, entry: Received, kind: str, tensor: Any, plain: bool) -> None:
         """An item is done. `plain`: only views were made, and all that was written was copied from its tensor."""
         # Names that differ in numbers only may lead to other parameters (w1 and w2 of an expert): by their sizes.
-        sizes = tuple([self.storages[storage].nbytes for storage, _ in entry.writes])
-        key = (kind, entry.shape, entry.dtype, sizes)
+        if entry.part is not None:
+            sizes: Any = self.storages[entry.number].nbytes
+        else:
+            sizes = tuple([self.storages[storage].nbytes for storage, _ in entry.writes])
+        key = (kind, entry.like, sizes)
         number = self.kinds.get(key)
         if number is None:
             number = self.kinds[key] = len(self.kinds)
         entry.kind = number
-        entry.writes = list(entry.writes)  # a list that grew keeps room for more
         if not plain or not entry.writes or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
             self.odd.add(number)
         elif self.ranks > 1:

@@ -402,7 +402,7 @@ class WeightLoadSession:
         for path, write in self.stage.note_assigned(self.life.manifest.casts, self.intake.sources).items():
             entry = self.intake.received.get(path)
             if entry is not None and not entry.writes:
-                entry.writes.append(write)
+                entry.wrote(*write)
 
     def touched(self) -> set[int]:
         """Ids of the modules with a slot on a storage that was written."""

@@ -121,14 +121,13 @@ def ruled(
                 and (entry := names.get(name)) is not None
                 and entry.kind in seen
                 and type(tensor) is tensors
-                and tensor.shape == entry.shape
-                and kinds[tensor.dtype] is entry.dtype
+                and tensor.shape == (like := entry.like)[0]
+                and kinds[tensor.dtype] is like[1]
                 and tensor.layout is strided
                 and tensor.is_contiguous()
                 and name not in received
                 and (reader or tensor.untyped_storage()._cdata not in index)
-                and len(entry.writes) == 1
-                and ready.get(entry.writes[0][0])
+                and ready.get(entry.number)
                 and trust.left > 1
             ):
                 if not receiver.aside:
