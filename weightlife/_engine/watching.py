@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dispatch mode that can do without the stack of modes, where what it watches is plain.
 
-Under a dispatch mode each operation becomes a Python call of 3 to 6 us, and a loader call is four: views and the copy.
+Under a dispatch mode each operation becomes a Python call of 3 to 5 us, and a loader call is four: views and the copy.
 Views are nothing to us. torch's dispatcher can be asked for less: a *fallback* for a dispatch key sees all operations
 of a thread in which the key is switched on, and operators registered as *fallthrough* for it go past it in C++. Views,
 and operators that are only made of others, are let through from the first time that they are met; what is left costs
