@@ -132,7 +132,7 @@ def _rates(data: Mapping[str, object]) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {}
     attributed = value(data, "attributed")
     if isinstance(attributed, Mapping):
-        spent = sum(float(attributed.get(key, 0.0)) for key in ("source", "loaders"))
+        spent = sum(float(attributed.get(key, 0.0)) for key in ("source", "host_to_device", "loaders"))
         received = count(value(data, "bytes_received"))
         if spent > 0 and received:
             found[names.RECEIVE_RATE] = received / spent / 1e9

@@ -35,7 +35,8 @@ SCHEMA_VERSION = 1
 OPERATIONS = ("first_load", "reload", "update", "implicit", "kernel_format")
 ATTRIBUTED = {
     "source": "in the source: reading files, receiving, whatever the iterator does",
-    "loaders": "in the host's weight loaders",
+    "host_to_device": "in copies from the host's memory to a device, which loaders make",
+    "loaders": "in the host's weight loaders, apart from these copies",
     "between_calls": "receiving, but outside of any load call: waiting for the sender, or the host's preparations",
     "ranks": "waiting for the other ranks' votes",
 }

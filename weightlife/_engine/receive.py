@@ -24,6 +24,7 @@ from weightlife._engine.track import Track
 from weightlife._engine.untraced import UntracedMode
 
 if TYPE_CHECKING:
+    from weightlife._engine.host_copies import HostCopies
     from weightlife._engine.trust import Trust
 
 
@@ -66,6 +67,7 @@ class Receiver(UntracedMode):
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.lost: BaseException | None = None  # what ended a source that was pulled in another thread
         self.source_seconds = 0.0  # inside the source, over all calls
+        self.copies: HostCopies | None = None  # times copies to a device; None: the model is on the host
         self.sent_on = 0  # identity of the storage on which the present source tensor is
         self.odd = False  # the item under way did more than copy its tensor; whoever asks resets it
         self.aside = False  # the mode is off the stack, for items whose writes are known
@@ -201,7 +203,7 @@ class Receiver(UntracedMode):
             # What is raised inside a dispatch mode may surface as another type: keep the original.
             self.error = self.error or error
             raise
-        out = func(*new, **keywords)
+        out = func(*new, **keywords) if self.copies is None else self.copies.run(func, new, keywords)
         # An in-place operation returns its argument: give the caller its own object back.
         for position in signature.writes:
             if position < len(args) and out is new[position]:
@@ -223,7 +225,7 @@ class Receiver(UntracedMode):
         except BaseException as error:
             self.error = self.error or error
             raise
-        return func(*args)
+        return func(*args) if self.copies is None else self.copies.run(func, args, {})
 
     def stream(
         self,
