@@ -52,6 +52,7 @@ END = {
     names.COPY_SIZE: "bytes_copied",
     names.LAYER_TOUCHED: "layers_touched",
     names.LAYER_UNTOUCHED: "layers_untouched",
+    names.TENSOR_NOT_SENT: "tensors_not_sent",
     names.MEMORY_PEAK: "peak_bytes",
 }
 _TEMPLATES = {
