@@ -119,6 +119,7 @@ bench: setup ## measure against stock vLLM, paired in one run
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/verify_cost.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/ledger_cost.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/telemetry_cost.py $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## remove caches and build outputs; environments stay
