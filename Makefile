@@ -102,6 +102,11 @@ test-ray: setup ## two workers that are actors of a real Ray (makes .venv-ray)
 	@scripts/make_venv.sh ray
 	.venv-ray/bin/python -m pytest -m ray tests/ray $(PYTEST_ARGS)
 
+.PHONY: test-phoenix
+test-phoenix: setup ## traces of a real engine on the web page of Phoenix (makes .venv-phoenix; needs a Chromium)
+	@scripts/make_venv.sh phoenix
+	$(PYTEST) -m phoenix tests/phoenix $(PYTEST_ARGS)
+
 .PHONY: test-full
 test-full: setup ## the whole product of families, ways and modes (hours; goes on where it was stopped)
 	$(PYTEST) tests/integration/test_reload_matrix.py tests/integration/test_readme.py \
@@ -114,6 +119,7 @@ bench: setup ## measure against stock vLLM, paired in one run
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/verify_cost.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/ledger_cost.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/telemetry_cost.py $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## remove caches and build outputs; environments stay
@@ -122,4 +128,4 @@ clean: ## remove caches and build outputs; environments stay
 
 .PHONY: distclean
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-plain .venv-floor .venv-ray
+	rm -rf .venv .venv-plain .venv-floor .venv-ray .venv-phoenix

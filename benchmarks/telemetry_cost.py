@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What traces and metrics cost a load: spans a session, microseconds a loader call, milliseconds a session.
 
-    python benchmarks/telemetry_cost.py
+    python benchmarks/telemetry_cost.py [--rounds 100] [--json] [--write]
 
 One plain model of 290 small tensors, so that what is measured is bookkeeping and not copying. The ways take turns
 session by session, since a machine's speed drifts. "silent" has no listener at all, "off" is weightlife as installed
@@ -12,18 +12,23 @@ over HTTP, "hangs" to one that never answers.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import _results
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+SCHEMA_VERSION = 1
 LAYERS = 145  # two tensors each
 WAYS = ("silent", "off", "on", "otlp", "hangs")
 
@@ -99,10 +104,50 @@ def measure(rounds: int, address: dict[str, str]) -> dict[str, Any]:
                 assert report is not None
                 seconds[way].append(took[0])
                 busy[way].append(took[1])
-                calls[way].append(report.attributed["loaders"] + report.attributed["source"])
+                calls[way].append(
+                    sum(report.attributed[part] for part in ("source", "host_to_device", "loaders"))
+                )
     made["on"].delivery.drain(10)
     spans = len(made["on"].exporter.get_finished_spans()) / (rounds + 3)
     return {"seconds": seconds, "busy": busy, "calls": calls, "tensors": len(checkpoint), "spans": spans}
+
+
+def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Medians by way: microseconds a loader call, milliseconds a session."""
+    rows = []
+    for way in WAYS:
+        call, middle, work = (statistics.median(found[kind][way]) for kind in ("calls", "seconds", "busy"))
+        pairs = zip(found["seconds"][way], found["seconds"]["silent"], strict=True)
+        rows.append({
+            "way": way, "call_us": call / found["tensors"] * 1e6, "session_ms": middle * 1e3,
+            "p95_ms": sorted(found["seconds"][way])[int(len(found["seconds"][way]) * 0.95)] * 1e3,
+            "cpu_ms": work * 1e3, "more_ms": statistics.median(a - b for a, b in pairs) * 1e3,
+        })  # fmt: skip
+    return rows
+
+
+_INTRODUCTION = """\
+## What telemetry costs
+
+Written by `benchmarks/telemetry_cost.py --write`; do not edit. {tensors} tensors a session, {rounds} sessions a way,
+{spans} spans a session, in turn. *silent*: no listener; *off*: the API without an SDK; *on*: spans kept in memory; *otlp*:
+spans and metrics exported to a receiver in another process of this machine; *hangs*: to one that never answers. A loader
+call is one tensor, source included. *More than silent*: median of the differences.
+"""
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| way | us a loader call | ms a session: median | p95 | CPU ms of the loading thread | more than silent |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['way']} | {row['call_us']:.2f} | {row['session_ms']:.2f} | {row['p95_ms']:.2f} | {row['cpu_ms']:.2f} "
+        f"| {row['more_ms']:.2f} ms |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def receive(mode: str) -> None:
@@ -120,7 +165,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--receive", choices=("works", "hangs"))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write its section of benchmarks/RESULTS.md")
+    parser.add_argument("--receive", choices=("works", "hangs"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive:
         receive(options.receive)
@@ -140,19 +187,18 @@ def main() -> None:
             if process.stdin:
                 process.stdin.close()
             process.wait(20)
-    seconds, tensors = found["seconds"], found["tensors"]
-    print(f"{tensors} tensors a session, {options.rounds} sessions a way, {found['spans']:g} spans a session")
-    print(
-        "way      us a loader call   ms a session: median     p95   CPU ms of the loading thread   more than silent"
-    )
-    for way in WAYS:
-        call, middle, work = (statistics.median(found[kind][way]) for kind in ("calls", "seconds", "busy"))
-        tail = sorted(seconds[way])[int(len(seconds[way]) * 0.95)]
-        more = statistics.median(a - b for a, b in zip(seconds[way], seconds["silent"], strict=True))
-        print(
-            f"{way:<8} {call / tensors * 1e6:>16.2f} {middle * 1e3:>22.2f} {tail * 1e3:>7.2f}"
-            f" {work * 1e3:>30.2f} {more * 1e3:>15.2f} ms"
+    rows = summary(found)
+    if options.json:
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "spans": found["spans"], "rows": rows}))
+    else:
+        text = table(rows)
+        about = _INTRODUCTION.format(
+            tensors=found["tensors"], rounds=options.rounds, spans=f"{found['spans']:g}"
         )
+        print(f"{about}\n{text}")
+        if options.write:
+            day = datetime.now(timezone.utc).date().isoformat()
+            _results.write("telemetry", f"{about}\n{day}: {_results.machine()}.\n\n{text}")
     sys.stdout.flush()
     os._exit(0)  # an exporter that hangs would keep the interpreter from ending
 

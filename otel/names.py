@@ -69,6 +69,8 @@ SESSION_SUPPRESSED_EVENT_COUNT = "weightlife.session.suppressed_event.count"
 """Events that were left out of the span, since a span holds a limited number."""
 TENSOR_COUNT = "weightlife.tensor.count"
 """Tensors received."""
+TENSOR_NOT_SENT = "weightlife.tensor.not_sent"
+"""Tensors of a complete load that an update left out, and that keep their old values."""
 TENSOR_SIZE = "weightlife.tensor.size"
 """Bytes received."""
 VERSION = "weightlife.version"
@@ -157,6 +159,7 @@ TYPES: dict[str, str] = {
     SESSION_STORAGE: "string",
     SESSION_SUPPRESSED_EVENT_COUNT: "int",
     TENSOR_COUNT: "int",
+    TENSOR_NOT_SENT: "int",
     TENSOR_SIZE: "int",
     VERSION: "template[string]",
     VIOLATION_COUNT: "int",

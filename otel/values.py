@@ -52,6 +52,7 @@ END = {
     names.COPY_SIZE: "bytes_copied",
     names.LAYER_TOUCHED: "layers_touched",
     names.LAYER_UNTOUCHED: "layers_untouched",
+    names.TENSOR_NOT_SENT: "tensors_not_sent",
     names.MEMORY_PEAK: "peak_bytes",
 }
 _TEMPLATES = {
@@ -132,7 +133,7 @@ def _rates(data: Mapping[str, object]) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {}
     attributed = value(data, "attributed")
     if isinstance(attributed, Mapping):
-        spent = sum(float(attributed.get(key, 0.0)) for key in ("source", "loaders"))
+        spent = sum(float(attributed.get(key, 0.0)) for key in ("source", "host_to_device", "loaders"))
         received = count(value(data, "bytes_received"))
         if spent > 0 and received:
             found[names.RECEIVE_RATE] = received / spent / 1e9

@@ -6,6 +6,7 @@
 #   scripts/make_venv.sh plain    .venv-plain   the package and pytest; no vLLM
 #   scripts/make_venv.sh floor    .venv-floor   as plain, with the oldest dependencies that we admit
 #   scripts/make_venv.sh ray      .venv-ray     Ray, on top of .venv, which has to be there
+#   scripts/make_venv.sh phoenix  .venv-phoenix arize-phoenix and playwright, without the package (1 GB)
 #
 # PYTHON      the interpreter to use (default: the first CPython 3.11 found)
 # TORCH_INDEX a package index that has the CPU build of torch, asked only where the configured ones have none
@@ -21,7 +22,8 @@ case "$kind" in
   plain) venv=.venv-plain; extras="test" ;;
   floor) venv=.venv-floor; extras="test" ;;
   ray) venv=.venv-ray; extras="" ;;
-  *) echo "usage: $0 host|plain|floor|ray" >&2; exit 2 ;;
+  phoenix) venv=.venv-phoenix; extras="" ;;
+  *) echo "usage: $0 host|plain|floor|ray|phoenix" >&2; exit 2 ;;
 esac
 
 say() { echo "[$venv] $*"; }
@@ -110,6 +112,16 @@ if [ "$kind" = ray ]; then
   say "installing ray"
   pip_install 'ray>=2.48'
   "$venv/bin/python" -c 'import ray, vllm, weightlife'
+  fingerprint > "$stamp"
+  say "ready"
+  exit 0
+fi
+
+if [ "$kind" = phoenix ]; then
+  # The tests read its page: another major version may look different.
+  say "installing arize-phoenix"
+  pip_install 'arize-phoenix>=20,<21' 'playwright>=1.45'
+  "$venv/bin/python" -c 'import phoenix.server.main, playwright'
   fingerprint > "$stamp"
   say "ready"
   exit 0

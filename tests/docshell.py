@@ -76,6 +76,7 @@ def of_variable(assignment: str) -> str:
         "OTEL": lambda: (
             name in _source_of("opentelemetry.sdk", "environment_variables/__init__.py")
             or name in _source_of("opentelemetry.instrumentation", "environment_variables.py")
+            or name in _source_of("opentelemetry.environment_variables", "__init__.py")
         ),
     }.get(name.partition("_")[0])
     return "" if known is not None and known() else f"there is no variable {name}"

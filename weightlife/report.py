@@ -35,7 +35,8 @@ SCHEMA_VERSION = 1
 OPERATIONS = ("first_load", "reload", "update", "implicit", "kernel_format")
 ATTRIBUTED = {
     "source": "in the source: reading files, receiving, whatever the iterator does",
-    "loaders": "in the host's weight loaders",
+    "host_to_device": "in copies from the host's memory to a device, which loaders make",
+    "loaders": "in the host's weight loaders, apart from these copies",
     "between_calls": "receiving, but outside of any load call: waiting for the sender, or the host's preparations",
     "ranks": "waiting for the other ranks' votes",
 }
@@ -99,7 +100,7 @@ class LoadReport:
     ``attributed`` says where time went across phases, in seconds (``ATTRIBUTED`` has the keys); ``processing`` the
     seconds of the host's hooks by their class. ``peak_bytes`` is None unless this session set the process's highest
     mark: an older, higher one hides what a session used. ``trace_id`` and ``span_id`` are hexadecimal, and empty
-    where no trace was recorded.
+    where no trace was recorded. ``tensors_not_sent``: of those that a complete load brings, what this one left out.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -137,6 +138,7 @@ class LoadReport:
     bytes_copied: int = 0
     trace_id: str = ""
     span_id: str = ""
+    tensors_not_sent: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what is not JSON already becomes text."""
@@ -177,6 +179,7 @@ class LoadReport:
             f"session {clean(self.session_id)} {clean(self.operation)} {clean(self.model)} rank{self.rank}:",
             f"{self.outcome.upper() if self.outcome in ('aborted', 'refused', 'poisoned') else self.outcome},",
             f"{self.tensors_received} tensors {format_bytes(self.bytes_received)}",
+            *([f"({self.tensors_not_sent} not sent)"] if self.tensors_not_sent else []),
             f"in {format_seconds(self.seconds)}{f' ({phases})' if phases else ''},",
             f"{touched},{f' {how},' if how else ''} violations {len(self.violations)}",
         ]
@@ -190,6 +193,8 @@ class LoadReport:
     def _serving(self) -> str:
         if self.operation == "first_load" and self.outcome in ("aborted", "refused"):
             return "nothing serves: the first load failed"
+        if self.outcome == "committed" and self.tensors_not_sent:
+            return f"the new weights serve, beside old values of what was not sent (tensors: {self.tensors_not_sent})"
         return _SERVING.get(self.outcome, "")
 
     def _head(self) -> list[str]:

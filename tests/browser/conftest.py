@@ -2,21 +2,18 @@
 """A headless Chromium. `make test-browser` runs these tests; they need two things that no other test needs.
 
 - the Python package playwright (the target installs it; its own download of browsers is not used)
-- a Chromium: the one named by WEIGHTLIFE_BROWSER, or `chromium`, `chromium-browser` or `google-chrome` on PATH
-  (Debian, Ubuntu: `apt-get install chromium`)
+- a Chromium (tests/chromium.py)
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import runmaker
+from tests import chromium, runmaker
 from weightlife.cli.page import render
 from weightlife.runs.reader import read_run
 from weightlife.runs.view import updates
@@ -30,16 +27,9 @@ def _chromium() -> Iterator[Any]:
         pytest.fail(
             "these tests need playwright: make test-browser, or pip install playwright", pytrace=False
         )
-    names = (os.environ.get("WEIGHTLIFE_BROWSER"), "chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if name and (found := shutil.which(name))), None)
-    if path is None:
-        pytest.fail(
-            "these tests need a Chromium: apt-get install chromium, or name one in WEIGHTLIFE_BROWSER",
-            pytrace=False,
-        )
     with sync_playwright() as playwright:
         # no sandbox: in a container of the usual kind there are no user namespaces to build it from
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium.find(), args=["--no-sandbox"])
         yield browser
         browser.close()
 

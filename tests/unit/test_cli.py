@@ -148,6 +148,25 @@ class TestReport:
         assert "  note: a batch ran on the old weights\n" in out
         assert ESCAPE not in out
 
+    def test_points_at_the_load_that_left_tensors_out(self, call: Call, tmp_path: Path) -> None:
+        """Good by every other sign, and the only one that was not whole."""
+        maker = runmaker.Maker(tmp_path / "run")
+        maker.load(ranks=2)
+        maker.load(ranks=2, tensors_not_sent=3, notes=["3 of 291 tensors of a complete load were not sent"])
+        maker.load(ranks=2)
+        code, out, _ = call("report", maker.done())
+        assert code == 0
+        assert re.findall(r"^\d reload +(committed[a-z ,]*?)  ", out, re.MULTILINE) == [
+            "committed", "committed, in part", "committed",
+        ]  # fmt: skip
+        assert (
+            "load 2: committed, the new weights serve, beside old values of what was not sent (tensors: 3)\n"
+            in out
+        )
+        assert "note: 3 of 291 tensors" in out
+        _, out, _ = call("report", tmp_path / "run", "--json")
+        assert [load["tensors_not_sent"] for load in json.loads(out)["loads"]] == [0, 3, 0]
+
     def test_comparison_in_words(self, call: Call, usual: Path, good: Path) -> None:
         _, out, _ = call("report", usual, "--compare", good)
         assert re.search(r"receive +5\.0s -> +9\.9s +▲ 2\.00 times, slower", out)
@@ -229,7 +248,7 @@ class TestDoctor:
     @pytest.mark.parametrize(
         ("environ", "more", "code", "name", "words"),
         [
-            ({}, {}, 0, "switch", "must call weightlife.install"),
+            ({}, {}, 0, "switch", "calls weightlife.install"),
             ({"WEIGHTLIFE": "0"}, {}, 1, "switch", "weightlife is off"),
             ({"WEIGHTLIFE": "perhaps"}, {}, 2, "switch", "neither on nor off"),
             ({}, {"vllm": None, "plugin": None, "seams": []}, 1, "vllm", "not installed"),

@@ -283,6 +283,25 @@ class TestComplete:
         assert torch.equal(served.run(), served.expected())
         report = served.life.reports[-1]
         assert report.layers_untouched >= 2
+        left_out = [name for name in checkpoint if ".0." not in name]
+        assert report.tensors_not_sent == len(left_out)
+        assert all(name in report.notes[0] for name in left_out)
+        assert f"was not sent (tensors: {len(left_out)})" in str(report)
+        assert f"({len(left_out)} not sent)" in report.summary_line()
+        served.update(checkpoint, "by_layer")
+        assert served.life.reports[-1].tensors_not_sent == 0
+        assert "not sent" not in served.life.reports[-1].summary_line()
+
+    def test_a_tensor_of_a_direct_layer_that_is_left_out_is_told(self) -> None:
+        """It needs no refusal, and nobody meant it."""
+        served = Served(("dense", "packed"))
+        checkpoint = served.checkpoint(1)
+        served.update(
+            {name: value for name, value in checkpoint.items() if not name.endswith("0.bias")}, "by_layer"
+        )
+        report = served.life.reports[-1]
+        assert report.tensors_not_sent == 1
+        assert "body.inner.0.bias" in report.notes[0]
 
     def test_a_tied_layer_is_touched_with_its_partner(self) -> None:
         served = Served(("packed", "tied", "norm"))

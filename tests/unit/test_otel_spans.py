@@ -165,6 +165,7 @@ def test_a_session_that_commits(tracing: Tracing) -> None:
         "weightlife.layer.slowest.durations": (0.5, 0.25),
         "weightlife.layer.touched": 24,
         "weightlife.layer.untouched": 0,
+        "weightlife.tensor.not_sent": 0,
         "weightlife.layer.strategy.direct": 22,
         "weightlife.layer.strategy.rebuild": 2,
         "weightlife.memory.peak": 7,

@@ -320,6 +320,16 @@ class TestView:
             ("in no phase", 3.0),
         ]
 
+    def test_a_load_that_left_tensors_out_is_marked_and_open(self, tmp_path: Path) -> None:
+        maker = runmaker.Maker(tmp_path)
+        for missing in (0, 3, 0):
+            maker.load(tensors_not_sent=missing)
+        text = render(maker.done())
+        assert "3 loads, all of them good. 1 left some of the old weights in place." in text
+        assert text.count("committed</span> in part") == 1
+        (shown,) = re.findall(r"<details[^>]* open[^>]*>\s*<summary>(.*?)</summary>", text, re.DOTALL)
+        assert "beside old values of what was not sent (tensors: 3)" in shown
+
     def test_time_by_cause_and_layer_is_used(self, tmp_path: Path) -> None:
         maker = runmaker.Maker(tmp_path)
         maker.load()

@@ -91,7 +91,7 @@ def test_the_fields_of_schema_1() -> None:
         *("generation", "isolation", "isolation_why", "storage", "storage_why", "started_at", "seconds"),
         *("phases", "layers_by_strategy", "layers", "tensors_received", "bytes_received", "layers_touched"),
         *("layers_untouched", "contract_changes", "violations", "notes", "outcome", "error", "versions"),
-        "peak_bytes",
+        *("peak_bytes", "tensors_not_sent"),
     }
     assert set(data["phases"][0]) >= {"name", "seconds", "calls"}
     assert set(data["layers"][0]) >= {"name", "strategy", "reason", "touched", "bytes"}

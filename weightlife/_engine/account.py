@@ -37,6 +37,7 @@ class Account:
         self.model = model
         self.load_seconds = 0.0  # inside load calls, the source included
         self.source_seconds = 0.0  # in the source
+        self.copy_seconds = 0.0  # in copies from the host to a device
         self.early: list[float] = []  # of hooks that ran while receiving
         self.layer_seconds: dict[str, float] = {}
         self._started = time.perf_counter()
@@ -110,7 +111,8 @@ class Account:
         report.tensors_received, report.bytes_received = tensors, nbytes
         spent = report.attributed
         spent["source"] = self.source_seconds
-        spent["loaders"] = max(0.0, self.load_seconds - self.source_seconds - early)
+        spent["host_to_device"] = self.copy_seconds
+        spent["loaders"] = max(0.0, self.load_seconds - self.source_seconds - self.copy_seconds - early)
         spent["between_calls"] = max(0.0, receiving - self.load_seconds)
         spent.setdefault("ranks", 0.0)
         report.peak_bytes = memory.peak(self._high_water, memory.high_water(self.model))

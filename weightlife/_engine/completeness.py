@@ -45,6 +45,8 @@ def check(session: WeightLoadSession, touched: set[int]) -> None:
     error = missing(session, touched)
     if error is not None:
         session.problem(error, "strict")
+    if session.partial != "forbid" and session.scope is None:
+        _not_sent(session)
     if session.explicit:
         _surplus(session)
 
@@ -80,6 +82,21 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
         message += f"; {len(strange)} arrived that nothing took{nearest_clause(names[0], strange, 'of them')}"
         message += prefix_clause(session.intake.received, life.manifest.names)
     return kind(message, model=life.name, layer=layer, tensors=names, session=session.id)
+
+
+def _not_sent(session: WeightLoadSession) -> None:
+    """What may be left out was: told all the same, for a sender that means to send everything is wrong in silence."""
+    life, stage, report = session.life, session.stage, session.report
+    assert stage is not None
+    short = manifests.missing(life.manifest, life.skeleton, stage.by_number, life.manifest.expected)
+    names = life.manifest.uncovered_names(short, stage.by_number) if short else []
+    report.tensors_not_sent = len(names)
+    if names:
+        report.notes.insert(
+            0,
+            f"{len(names)} of {len(life.manifest.names)} tensors of a complete load were not sent, and keep their old "
+            f"values: {errors.names(names)}. WEIGHTLIFE_PARTIAL_UPDATE=forbid refuses such an update",
+        )
 
 
 def _ties(session: WeightLoadSession) -> None:

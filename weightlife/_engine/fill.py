@@ -34,10 +34,6 @@ def restore(session: WeightLoadSession, touched: set[int]) -> set[int]:
     followers = rebuild - loaded - touched - derived
     session.idle |= {i for i in followers if _nearest_hooked(life, i) in session.idle}
     stage.put_back(session.idle)
-    if session.idle:
-        session.report.notes.append(
-            f"{len(session.idle)} rebuilt layers were not touched and stay as they were"
-        )
     unwritten(session, touched | derived | (followers - session.idle))
     return touched | derived
 

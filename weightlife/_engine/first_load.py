@@ -16,6 +16,7 @@ from weightlife import errors
 from weightlife._engine import footprint, ledger, rules, slots, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
+from weightlife._engine.host_copies import HostCopies
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.operators import CustomOperators, Sampled, WriteObserver
@@ -94,6 +95,7 @@ class FirstLoad:
                 index[key] = Track(number, tensor.untyped_storage(), made.nbytes, made.dtype, False, "")
         receiver = Receiver(index, self._on_write, None, self._on_read)
         receiver.trusted = True  # nothing is read from the source that could be of this model
+        copies = receiver.copies = HostCopies.of(self.life.model)
         operators = CustomOperators(receiver, None)
         sampled = Sampled(operators)
 
@@ -151,6 +153,7 @@ class FirstLoad:
             self.custom = self.custom or operators.used
             self.raw |= {track.number for track in index.values() if track.raw and track.number is not None}
             self.account.source_seconds += receiver.source_seconds
+            self.account.copy_seconds += copies.seconds if copies else 0.0
             self.account.load_seconds += time.perf_counter() - started
             self.account.phase(None, self.tensors - before[0], self.nbytes - before[1])
 

@@ -206,7 +206,7 @@ class Intake:
         if change is None:
             return
         problem = errors.UnexpectedTensorError(
-            f"the loader does not know the name: {errors.safe_text(error)}; of those that came so far, {change}",
+            f"the loader does not know the name; of those that came so far, {change}. It said: {errors.safe_text(error)}",
             model=session.life.name, tensors=[self.name], session=session.id,
         )  # fmt: skip
         session.problem(problem, "warn")

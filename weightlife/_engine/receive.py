@@ -23,6 +23,7 @@ from weightlife._engine.track import Track
 from weightlife._engine.watching import Watch, dispatches
 
 if TYPE_CHECKING:
+    from weightlife._engine.host_copies import HostCopies
     from weightlife._engine.trust import Trust
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -61,6 +62,7 @@ class Receiver(Watch):
         self.trusted = False  # the source is the host's own reader: it never touches the model
         self.lost: BaseException | None = None  # what ended a source that was pulled in another thread
         self.source_seconds = 0.0  # inside the source, over all calls
+        self.copies: HostCopies | None = None  # times copies to a device; None: the model is on the host
         self.sent_on = 0  # identity of the storage on which the present source tensor is
         self.odd = False  # the item under way did more than copy its tensor; whoever asks resets it
         self.wrapped = False  # a tensor came by whose class has a dispatch of its own
@@ -198,7 +200,7 @@ class Receiver(Watch):
             # What is raised inside a dispatch mode may surface as another type: keep the original.
             self.error = self.error or error
             raise
-        out = func(*new, **keywords)
+        out = func(*new, **keywords) if self.copies is None else self.copies.run(func, new, keywords)
         # An in-place operation returns its argument: give the caller its own object back.
         for position in signature.writes:
             if position < len(args) and out is new[position]:
@@ -223,7 +225,7 @@ class Receiver(Watch):
         except BaseException as error:
             self.error = self.error or error
             raise
-        return func(*args)
+        return func(*args) if self.copies is None else self.copies.run(func, args, {})
 
     def stream(
         self,

@@ -17,6 +17,7 @@ from weightlife import errors
 from weightlife._engine import completeness, fill, operators, processing, seal, storage
 from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
+from weightlife._engine.host_copies import HostCopies
 from weightlife._engine.intake import Intake
 from weightlife._engine.operators import CustomOperators
 from weightlife._engine.overlap import SideCopies
@@ -190,6 +191,7 @@ class WeightLoadSession:
             lambda track: storage.before_first_write(self, track),
             self.intake.on_read,
         )
+        receiver.copies = HostCopies.of(self.life.model)
         self.operators = CustomOperators(receiver, None)
         return receiver
 
@@ -250,7 +252,10 @@ class WeightLoadSession:
             trust = self.trust if self.trust is not None and self.trust.serves(load) else None
             try:
                 try:
-                    out = load(receiver.stream(weights, intake.begin, intake.end, trust))
+                    items = receiver.stream(weights, intake.begin, intake.end, trust)
+                    if trust is not None and receiver.copies is not None:
+                        items = receiver.copies.by_rule(items, receiver)
+                    out = load(items)
                     receiver.raise_lost()
                 finally:
                     stopped = receiver.aside
@@ -487,6 +492,7 @@ class WeightLoadSession:
         life, report, account = self.life, self.report, self.account
         if self.receiver is not None:
             account.source_seconds = self.receiver.source_seconds
+            account.copy_seconds = self.receiver.copies.seconds if self.receiver.copies else 0.0
         account.total(outcome, self.intake.tensors, self.intake.nbytes)
         life.addresses.end(self, outcome == "committed")
         again = self.intake.epochs - 1

@@ -37,7 +37,7 @@ app.add_typer(manifest.app, name="manifest")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version instead of text.")]
 RunPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The directory that runs_dir names, or a file in it.")
+    Path, typer.Argument(metavar="RUN", help="The directory that WEIGHTLIFE_RUNS_DIR names, or a file in it.")
 ]
 
 
@@ -161,8 +161,9 @@ def doctor(as_json: JsonFlag = False, timeout: Timeout = 180.0) -> None:
             .append_text(text(check.text, limit=700)),
             soft_wrap=True,
         )
-        if check.hint and check.verdict in ("warn", "fail"):
-            out.print(text(f"   {'':<14}next: {check.hint}", "bold", 500), soft_wrap=True)
+        if check.hint:
+            style = "bold" if check.verdict in ("warn", "fail") else "dim"
+            out.print(text(f"   {'':<14}next: {check.hint}", style, 500), soft_wrap=True)
     out.print(text({GOOD: "In order.", BAD: "It works; what is marked !! needs a look.",
                     FAILED: "Loads would not be covered: see XX."}[code]))  # fmt: skip
     raise typer.Exit(code)

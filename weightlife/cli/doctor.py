@@ -143,8 +143,9 @@ def _plugin(environ: Mapping[str, str], host: Mapping[str, Any]) -> list[Check]:
             Check("switch", "ok", "WEIGHTLIFE=1: every vLLM process of this environment installs it")
         )
     else:
-        text = "WEIGHTLIFE is not set: a program must call weightlife.install() before it makes its engine"
-        checks.append(Check("switch", "info", text, "WEIGHTLIFE=1 does without a change of code"))
+        text = "WEIGHTLIFE is not set: only a program that calls weightlife.install() is covered"
+        hint = "export WEIGHTLIFE=1 where the job starts; its code stays as it is"
+        checks.append(Check("switch", "info", text, hint))
     return checks
 
 
@@ -197,7 +198,7 @@ def _settings(environ: Mapping[str, str]) -> list[Check]:
                 "runs",
                 "info",
                 text,
-                "set it to a directory, then: weightlife report DIRECTORY -o report.html",
+                "export WEIGHTLIFE_RUNS_DIR=$PWD/runs/first where the job starts, then: weightlife report runs/first",
             )
         )
     else:
@@ -214,6 +215,9 @@ def _writable(folder: Path) -> Check:
     except OSError as error:
         text = f"sessions can't be kept in {clean(folder)}: {clean(error.strerror)}"
         return Check("runs", "warn", text, "name a directory that this user may write to")
+    if not folder.is_absolute():
+        text = f"sessions are kept in {clean(folder)}, below the working directory of each process"
+        return Check("runs", "ok", text, "an absolute path is the same one for all of them")
     return Check("runs", "ok", f"sessions are kept in {clean(folder)}")
 
 

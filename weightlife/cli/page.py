@@ -24,7 +24,7 @@ from weightlife.errors import clean
 from weightlife.report import format_bytes, format_seconds
 from weightlife.runs import view
 from weightlife.runs.reader import Run, StoredSession
-from weightlife.runs.view import RESULTS, Update
+from weightlife.runs.view import Update
 
 __all__ = ["MAX_ROWS", "render"]
 
@@ -51,7 +51,9 @@ def render(run: Run, updates: list[Update], baseline: tuple[Run, list[Update]] |
     layers = _layers(updates)
     longest = max((u.seconds for u in updates), default=0.0)
     loads = [_load(u, longest, layers["sessions"]) for u in updates]
-    opened = [load for load in loads if load["problems"]] or loads
+    opened = (
+        [load for load in loads if load["problems"]] or [load for load in loads if load["in_part"]] or loads
+    )
     for load in opened[-1:]:
         load["open"] = True
     return environment.get_template("report.html").render(
@@ -95,18 +97,15 @@ def _verdict(updates: list[Update]) -> str:
     bad = [u for u in updates if not u.good]
     text = f"{len(updates)} load{'s' if len(updates) != 1 else ''}, "
     text += "all of them good." if not bad else f"{len(bad)} not as it should be."
+    part = sum(u.not_sent > 0 for u in updates)
+    text += f" {part} left some of the old weights in place." if part else ""
     last: dict[str, Update] = {u.first.model: u for u in updates}
     # the newest three: what serves now is the question, and drafts are models too
     for model, update in list(last.items())[-3:]:
-        text += f" The last one of {clean(model, 80) or 'the model'}: {update.outcome}, {_result(update)}."
+        text += (
+            f" The last one of {clean(model, 80) or 'the model'}: {update.outcome}, {view.result(update)}."
+        )
     return text
-
-
-def _result(update: Update) -> str:
-    report = next((s.report for s in update.ranks if s.report.outcome == update.outcome), update.first)
-    if report.operation == "first_load" and report.outcome in ("aborted", "refused"):
-        return "nothing serves: the first load failed"
-    return RESULTS.get(update.outcome, "")
 
 
 def _style(phase: str) -> dict[str, Any]:
@@ -127,7 +126,8 @@ def _load(update: Update, longest: float, sessions: dict[int, int]) -> dict[str,
         "operation": operation(report.operation),
         "model": clean(report.model, 120) or "a model",
         "outcome": update.outcome,
-        "result": _result(update),
+        "in_part": update.not_sent > 0,
+        "result": view.result(update),
         "started": _date(update.start_ns),
         "ranks": update.ranks,
         "world": report.world_size,

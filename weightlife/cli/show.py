@@ -21,10 +21,11 @@ __all__ = ["print_problems", "print_run", "print_session"]
 
 
 def print_run(found: Run, updates: list[Update], compared: list[dict[str, Any]] | None) -> None:
-    """All loads, the last that was not good in full, and the comparison if there is one."""
+    """All loads, the last that was not good (or complete) in full, and the comparison if there is one."""
     out = stdout()
     if not updates:
         out.print(text(f"No session is stored in {found.path}.", limit=1000))
+        out.print(text("next: weightlife doctor, with the variables of the process that loads", "bold"))
     else:
         table = Table(
             "load",
@@ -40,7 +41,8 @@ def print_run(found: Run, updates: list[Update], compared: list[dict[str, Any]] 
         for update in updates:
             table.add_row(*_row(update))
         out.print(table)
-        shown = next((u for u in reversed(updates) if not u.good), updates[-1])
+        worth = [u for u in updates if not u.good] or [u for u in updates if u.not_sent] or updates
+        shown = worth[-1]
         out.print()
         _print_load(shown)
     for part in compared or ():
@@ -57,7 +59,7 @@ def _row(update: Update) -> list[Text]:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(update.start_ns / 1e9, 2**35)))
     return [
         text(f"{update.number} {report.operation}"),
-        text(outcome, OUTCOME_STYLES.get(outcome, "")),
+        text(outcome + ", in part" * (update.not_sent > 0), OUTCOME_STYLES.get(outcome, "")),
         text(report.model, limit=40),
         text(started if update.start_ns else ""),
         text(ranks),
@@ -67,13 +69,13 @@ def _row(update: Update) -> list[Text]:
 
 
 def _print_load(update: Update) -> None:
-    """One load in full: the last that was not good, or the last."""
+    """One load in full."""
     out = stdout()
     slowest = max(update.ranks, key=lambda s: s.report.seconds)
     title = Text(f"load {update.number}: ").append_text(
         text(update.outcome, OUTCOME_STYLES.get(update.outcome, ""))
     )
-    out.print(title.append(f", {view.RESULTS.get(update.outcome, '')}"))
+    out.print(title.append(f", {view.result(update)}"))
     out.print(text(f"  {view.headline(slowest)}", limit=500))
     width = max((len(clean(name, 40)) for name, *_ in view.times(slowest)), default=0)
     for name, seconds, calls in view.times(slowest):

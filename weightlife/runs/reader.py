@@ -113,7 +113,9 @@ def run_files(path: Path, kind: str = SESSIONS) -> list[Path]:
         return [path] if kind == SESSIONS else _sibling(path)
     if not path.is_dir():
         raise ConfigError(
-            f"{clean(path)} does not exist", hint="name the directory that runs_dir names, or a file in it"
+            f"{clean(path)} does not exist",
+            hint="name the directory that WEIGHTLIFE_RUNS_DIR named in the job (a relative one lies below the working "
+            "directory of its processes), or a file in it; it is made with the first load that is kept",
         )
     # rotated files first: they are older than what goes by the plain name
     found = [

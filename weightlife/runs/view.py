@@ -19,7 +19,7 @@ from weightlife.runs.reader import Run, StoredSession
 
 __all__ = [
     "PHASES", "RESULTS", "Problem", "Segment", "Update", "compare", "headline", "layer_seconds", "notes", "problems",
-    "rate", "segments", "times", "to_dict", "updates",
+    "rate", "result", "segments", "times", "to_dict", "updates",
 ]  # fmt: skip
 
 PHASES = {
@@ -83,6 +83,11 @@ class Update:
         return self.outcome in ("committed", "observed") and not any(s.report.error for s in self.ranks)
 
     @property
+    def not_sent(self) -> int:
+        """Tensors of a complete load that this one left out, on the rank that lacked most."""
+        return max(s.report.tensors_not_sent for s in self.ranks) if self.outcome == "committed" else 0
+
+    @property
     def start_ns(self) -> int:
         """When the first rank began."""
         return min(s.start_ns for s in self.ranks)
@@ -143,6 +148,16 @@ def updates(run: Run) -> list[Update]:
         else:
             found.append(Update(len(found) + 1, [session]))
     return found
+
+
+def result(update: Update) -> str:
+    """What serves after a load, in words."""
+    report = next((s.report for s in update.ranks if s.report.outcome == update.outcome), update.first)
+    if report.operation == "first_load" and report.outcome in ("aborted", "refused"):
+        return "nothing serves: the first load failed"
+    if update.not_sent:
+        return f"the new weights serve, beside old values of what was not sent (tensors: {update.not_sent})"
+    return RESULTS.get(update.outcome, "")
 
 
 def segments(session: StoredSession) -> list[Segment]:
@@ -264,7 +279,9 @@ def problems(update: Update) -> list[Problem]:
 def _next_step(outcome: str) -> str:
     if outcome == "poisoned":
         return errors.PoisonedModelError.default_hint
-    return "the error is the caller's own: mend its cause and send the update again"
+    return (
+        "it came from the loader or the sender, not from weightlife: mend its cause and send the update again"
+    )
 
 
 # -- two runs --------------------------------------------------------------------------------------------------------
@@ -369,6 +386,7 @@ def _load(update: Update) -> dict[str, Any]:
         "operation": update.first.operation,
         "outcome": update.outcome,
         "good": update.good,
+        "tensors_not_sent": update.not_sent,
         "seconds": update.seconds,
         "bytes_received": update.nbytes,
         "problems": [vars(problem) for problem in problems(update)],
