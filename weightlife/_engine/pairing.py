@@ -57,12 +57,8 @@ class Pairing(storage.Settler):
         for track in {id(t): t for t in self.stage.index.values() if not t.placeholder}.values():
             self._staged(track)
         known = self.rehearsal.life.plan.layers.keys()
-        for ident, before in self.stage.before.items():
+        for ident, before, now, keys in self.stage.changes():
             holder = self.stage.holders[ident]
-            now = slots.read(holder.obj)
-            keys = slots.differing(before, now)
-            if not keys:
-                continue
             others = (holder.owners & known) - self.mine
             if others and not holder.owners & self.mine:
                 self.rehearsal.linked(next(iter(others)))
