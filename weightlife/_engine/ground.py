@@ -43,6 +43,11 @@ class Ground(Stage):
         self._slots: dict[int, list[tuple[slots.Holder, slots.Key, int]]] = {}
         for slot in self.skeleton.module_slots():
             self._slots.setdefault(self.skeleton.tensors[slot[2]].storage, []).append(slot)
+        self._of_layer: dict[int, list[int]] = {}  # layer -> its holders
+        for ident, holder in self.holders.items():
+            for owner in holder.owners:
+                self._of_layer.setdefault(owner, []).append(ident)
+        self._near: set[int] | None = None  # holders that can differ from A, where that is known
         self.modules = list(life.model.named_modules())
         self._numbers: set[int] = set()
         self.lendable: frozenset[int] = frozenset()
@@ -66,23 +71,30 @@ class Ground(Stage):
         self._numbers = numbers
         self.index, self.by_number = dict(self._live[0]), dict(self._live[1])
         self.lendable = frozenset()
+        self._near = None
+
+    def looked(self, layers: set[int], found: set[int]) -> None:
+        """After a look at everything, at the end of a part: only what was found and its layers can differ from A."""
+        self._near = found.union(*(self._of_layer.get(layer, ()) for layer in layers))
 
     def changes(self) -> Iterator[tuple[int, slots.State, slots.State, list[slots.Key]]]:
         """Holders of which something differs from A: id, slots before and now, and which.
 
         A holder whose values are the same objects under the same names is not read: 2 us instead of 20.
         """
-        for ident, before in self.before.items():
-            obj = self.holders[ident].obj
-            known = self._glances[ident]
-            if known is not None:
-                now = slots.glance(obj)
-                if now is not None and len(now) == len(known) and all(map(is_, now, known)):
-                    continue
-            state = slots.read(obj)
+        for ident in self.before if self._near is None else self._near & self.before.keys():
+            if self._same(ident):
+                continue
+            before, state = self.before[ident], slots.read(self.holders[ident].obj)
             keys = slots.differing(before, state)
             if keys:
                 yield ident, before, state, keys
+
+    def _same(self, ident: int) -> bool:
+        """Whether a glance shows that a holder is as it was when it was looked at last, as A."""
+        known = self._glances[ident]
+        now = None if known is None else slots.glance(self.holders[ident].obj)
+        return known is not None and now is not None and len(now) == len(known) and all(map(is_, now, known))
 
     def show_a(self) -> None:
         """As for every stage."""
@@ -150,16 +162,22 @@ class Ground(Stage):
         self.index, self.by_number = {}, {}
         self.placeholders.clear()
         self.b_state, self.b_data = {}, []
-        for ident, holder in self.holders.items():
-            if holder.owners & layers:
-                self.before[ident] = slots.read(holder.obj)
-                self._glances[ident] = slots.glance(holder.obj)
+        for ident in {ident for layer in layers for ident in self._of_layer.get(layer, ())}:
+            if not self._same(ident):
+                obj = self.holders[ident].obj
+                self.before[ident], self._glances[ident] = slots.read(obj), slots.glance(obj)
+
+    def revert(self) -> None:
+        """As for every stage; whatever was found before, everything is looked at."""
+        self._near = None
+        super().revert()
 
     def drop(self) -> None:
         """Let go of everything: a verification is over, or one of its parts ended with an exception."""
         super().drop()
         self._live = {}, {}
         self._glances.clear()
+        self._of_layer.clear()
         self.modules = []
 
 

@@ -145,6 +145,15 @@ class _Proof:
             self.ground.drop()
         self.ground = None
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that serves, by path."""
+        life = self.life
+        ground = self.ground
+        walked = None if ground is None or not ground.before else (ground.holders, ground.before)
+        return runtime.tensors(
+            life.model, life.host.skip, life.host.transient, life.addresses.declared.values(), walked
+        )
+
     def _spent(self, phase: str, since: float) -> None:
         self.found.phases[phase] = self.found.phases.get(phase, 0.0) + time.perf_counter() - since
 
@@ -208,7 +217,11 @@ class _Proof:
                 layers.setdefault(ident, path)
             if not mine:
                 self.found.tell(Untold(path, "native memory"))
-        made = {ident: self._probe(ident, layers[ident]) for ident in layers}
+        made: dict[int, torch.Tensor | None] = {}
+        for ident in layers:
+            answer = self._probe(ident, layers[ident])
+            # A copy: a kernel may write its next answer where it wrote this one.
+            made[ident] = None if answer is None else answer.clone()
         assert rehearsal.stage is not None
         rehearsal.stage.show_a()
         out = []
@@ -238,7 +251,7 @@ class _Proof:
             return None
         if answer is None:
             self.found.tell(Untold(path, "native memory"))
-        return None if answer is None else answer.detach().clone()
+        return None if answer is None else answer.detach()
 
     def _leave_out(self, group: Group, why: str) -> None:
         for ident in group.layers:
@@ -428,9 +441,7 @@ def _rest(proof: _Proof) -> None:
         found.tell(Untold(layer.path, f"it can't be rebuilt: {layer.reason}"))
     compared = {ident for group in proof.groups for ident in group.layers}
     others = {life.layer_path(ident) for ident in life.plan.layers if ident not in compared}
-    for path, tensor in runtime.tensors(
-        life.model, life.host.skip, life.host.transient, life.addresses.declared.values()
-    ):
+    for path, tensor in proof.tensors():
         key = storage_key(tensor)
         view = (key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if key in proof.covered or view in proof.covered or tensor.numel() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,11 +111,15 @@ def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
             else known.observe("load_weights", wrapped, args, kwargs)
         )
     if args:
-        weights, rest = args[0], args[1:]
-        return life.load_weights(lambda stream: wrapped(stream, *rest, **kwargs), weights)
+        return life.load_weights(call_of(wrapped, args[1:], kwargs), args[0])
     name = "weights" if "weights" in kwargs else next(iter(kwargs), "weights")
     others = {key: value for key, value in kwargs.items() if key != name}
     return life.load_weights(lambda stream: wrapped(**{name: stream}, **others), kwargs.get(name, ()))
+
+
+def call_of(wrapped: Any, rest: Args, kwargs: Kwargs) -> Callable[[Any], Any]:
+    """A call of a model's `load_weights` but for its source: rules know loaders by what such a call is made of."""
+    return lambda stream: wrapped(stream, *rest, **kwargs)
 
 
 def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
