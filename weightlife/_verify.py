@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
 from weightlife import errors
 from weightlife._models import find_here
 from weightlife._verification import RankVerification, VerifyReport

@@ -218,8 +218,8 @@ class _Proof:
             if not mine:
                 self.found.tell(Untold(path, "native memory"))
         made: dict[int, torch.Tensor | None] = {}
-        for ident in layers:
-            answer = self._probe(ident, layers[ident])
+        for ident, path in layers.items():
+            answer = self._probe(ident, path)
             # A copy: a kernel may write its next answer where it wrote this one.
             made[ident] = None if answer is None else answer.clone()
         assert rehearsal.stage is not None
