@@ -100,14 +100,10 @@ def local_verify(
 def _loader(life: Lifecycle, model: Any, loader: Any) -> Callable[[Any], Any]:
     if loader is not None:
         return lambda stream: loader(model, stream)
-    own = getattr(model, "load_weights", None)
-    if life.loader is None and hasattr(own, "__wrapped__"):
-        from weightlife.hosts.vllm import seams
+    from weightlife.hosts.vllm import seams
 
-        return seams.call_of(
-            own.__wrapped__, (), {}
-        )  # as reloads call it, so that what is known of those counts
-    found = life.loader or (own if callable(own) else None)
+    own = getattr(model, "load_weights", None)
+    found = life.loader or seams.loader_of(model) or (own if callable(own) else None)
     if found is None:
         raise errors.ConfigError(
             "nothing is known that loads this model",
