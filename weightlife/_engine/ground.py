@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightlife._engine import slots
+from weightlife._engine.arena import Arena
 from weightlife._engine.footprint import Plan
 from weightlife._engine.skeleton import TensorSkeleton, view_on
 from weightlife._engine.stage import Stage
@@ -182,8 +183,8 @@ class Ground(Stage):
 
 
 def _untouched(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Memory that nobody is going to touch: no pages of an arena are spent on it."""
-    return torch.UntypedStorage(nbytes, device=device)
+    """Memory that nobody is going to touch: a mapping without pages, so that no allocator grows for it."""
+    return Arena(nbytes).take(nbytes, device)
 
 
 __all__ = ["Ground"]

@@ -47,7 +47,11 @@ class Files(Protocol):
         """All of them, in the order in which a load brings them."""
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of them, in that order."""
+        """Some of them, in that order.
+
+        Their memory may stand for the model's, and be written to: it is given to nobody else, and who asks again gets
+        the source's values.
+        """
 
 
 class _AgainError(Exception):

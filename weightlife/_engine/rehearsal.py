@@ -215,6 +215,8 @@ class Rehearsal(WeightLoadSession):
 
         def on_read(track: Track, view: torch.Tensor, func: Any) -> None:
             self._check(track)
+            if track.number in self.lent and intake.recording and not track.ever:
+                raise OddLoaderError  # it computes with the tensor, or looks at a parameter that is still to come
             intake.on_read(track, view, func)
 
         receiver.on_write, receiver.on_read = on_write, on_read
