@@ -87,9 +87,10 @@ kept given back first. *Largest group*: what has to be rebuilt together, as the 
 the differences, and the engine's answers stayed what they were.
 
 Goals: at most {goal}x a stock reload; at most the largest group of extra memory.
-**Missed where the table says so.** Time: on top of a load, every weight is read twice more, and each group costs a walk
-over the whole model (15 to 20 ms), which shows where groups are small. Memory: a group stands there twice for a moment,
-as it was loaded and as its hooks packed it. Stock's reload of the mixture never packs the experts again.
+**Missed where the table says so.** Time: on top of a load, what serves is read once, and packed memory of both sides by its
+kernels. Stock's reload of the mixture never packs the experts again. Memory: a tensor that fills a parameter is no copy, but
+pages of its file, so a large matrix costs what its hook packs of it, and a few answers of kernels; layers whose tensors
+come in pieces (experts) stand there twice for a moment, as they were loaded and as their hooks packed them.
 """
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,10 @@ def local_verify(
 def _loader(life: Lifecycle, model: Any, loader: Any) -> Callable[[Any], Any]:
     if loader is not None:
         return lambda stream: loader(model, stream)
+    from weightlife.hosts.vllm import seams
+
     own = getattr(model, "load_weights", None)
-    found = life.loader or (own if callable(own) else None)
+    found = life.loader or seams.loader_of(model) or (own if callable(own) else None)
     if found is None:
         raise errors.ConfigError(
             "nothing is known that loads this model",
@@ -146,6 +148,30 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
     return str(where), Folder(parts)
 
 
+class _File:
+    """One safetensors file, opened when a tensor of it is asked for."""
+
+    def __init__(self, prefix: str, path: Path, held: Iterable[str]) -> None:
+        self.path = path
+        self.names = {f"{prefix}{name}": name for name in held}
+        self._places: dict[str, int] = {}
+        self._opened: Any = None
+        self._given: set[str] = set()
+
+    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of some tensors that are here, as `Folder.read`."""
+        mine = names & self.names.keys()
+        if mine and (self._opened is None or mine & self._given):
+            from safetensors import safe_open
+
+            self._opened = safe_open(self.path, framework="pt")
+            self._places = {name: place for place, name in enumerate(self._opened.keys())}
+            self._given = set()
+        self._given |= mine
+        for name in sorted(mine, key=lambda name: self._places[self.names[name]]):
+            yield name, self._opened.get_tensor(self.names[name])
+
+
 class Folder:
     """Single tensors out of folders of safetensors files, in the order in which a load reads them.
 
@@ -159,29 +185,23 @@ class Folder:
     def __init__(self, parts: list[tuple[str, Path, Source]]) -> None:
         for _, _, found in parts:
             found.require()
-        self._parts = parts
+        self._files = [
+            _File(prefix, folder / file, held)
+            for prefix, folder, found in parts
+            for file, held in found.files.items()
+        ]
 
     def names(self) -> list[str]:
         """All names."""
-        return [
-            f"{prefix}{n}"
-            for prefix, _, found in self._parts
-            for names in found.files.values()
-            for n in names
-        ]
+        return [name for file in self._files for name in file.names]
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some tensors, on the CPU; their memory is the file's."""
-        from safetensors import safe_open
+        """Some tensors, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
 
-        for prefix, folder, found in self._parts:
-            for file, held in found.files.items():
-                if not any(f"{prefix}{name}" in names for name in held):
-                    continue
-                with safe_open(folder / file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 - not a mapping
-                        if f"{prefix}{name}" in names:
-                            yield f"{prefix}{name}", opened.get_tensor(name)
+        A tensor that is asked for again comes from another mapping, so that nobody gets what somebody wrote.
+        """
+        for file in self._files:
+            yield from file.read(names)
 
 
 class _Bar:

@@ -13,13 +13,15 @@ from typing import Any
 class DigestExtension:
     """Worker methods that do what a broken transport or a stray write does."""
 
-    def digest_fault(self, path: str, kind: str) -> bool:
+    def digest_fault(self, path: str, kind: str, rank: int | None = None) -> bool:
         """Flip one bit of a live tensor, or exchange two of its 16-byte blocks; again undoes it.
 
-        Returns whether that changed a byte.
+        Returns whether that changed a byte. `rank`: on this one alone.
         """
         import torch
 
+        if rank is not None and self.rank != rank:  # type: ignore[attr-defined]
+            return False
         from weightlife._engine import lifecycle, runtime
 
         model = self.model_runner.get_model()  # type: ignore[attr-defined]

@@ -99,7 +99,13 @@ def test_two_ranks_verify_a_shard_each(job: Job) -> None:
         (1, 2, True),
     ]
     assert all(found["a"]) and found["own"] and found["tokens"] and found["round"]
-    assert found["both"] == [["model.norm.weight"]] * 2
+    for rank, path, changed, told, text in found["alone"]:
+        assert changed == 1
+        assert [[r, ok] for r, ok, _ in told] == [[0, rank != 0], [1, rank != 1]]
+        assert told[1 - rank][2] == []
+        assert path in told[rank][2], told
+        of_rank = text[text.index(f"rank         {rank} of 2") :]
+        assert f"    {path}: value, 1 of " in of_rank
     assert "WL001" in found["refused"] and found["nowhere"] == "SourceError"
 
 

@@ -20,9 +20,10 @@ from tests import plainnet
 from tests.plainnet import nets
 from tests.toyhost import KINDS, WIDTH, Boom, Layer, Served, ToyModel, faults, parameter, unchanged
 from weightlife import errors
-from weightlife._engine import groups, lifecycle, runtime
+from weightlife._engine import groups, lifecycle, proof, rehearsal, runtime
 from weightlife._engine.equal import unequal
 from weightlife._engine.events import bus
+from weightlife._engine.ground import Ground
 from weightlife._verification import MAX_DIFFERENCES, Difference, RankVerification, VerifyReport
 
 __all__ = ["nets"]
@@ -41,7 +42,9 @@ def hookless(spec: Any) -> Served:
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(proof, "_LEAST", 0)  # several batches also of the smallest models
+    monkeypatch.setattr(rehearsal, "_LENT_BYTES", 0)
     yield
     faults.clear()
     Served.close_all()
@@ -220,7 +223,71 @@ class _Files:
         return list(self.weights)
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for name, value in self.weights.items() if name in names)
+        return ((name, value.clone()) for name, value in self.weights.items() if name in names)
+
+
+class Scaling(Layer):
+    """Its loader writes something else than what comes, in one of several ways."""
+
+    how = "twice"
+
+    def take(self, source: str, tensor: torch.Tensor) -> None:
+        if self.how == "twice":
+            self.weight.data.copy_(tensor * 2)
+        elif self.how == "after":
+            self.weight.data.copy_(tensor)
+            self.weight.data.mul_(2)
+        elif self.how == "before":
+            self.weight.data.zero_()
+            self.weight.data.add_(tensor)
+        else:
+            self.weight.data.copy_(tensor.t())
+
+
+class TestLent:
+    """A tensor of a file that fills a parameter is not copied, unless the loader does anything but copy it."""
+
+    @pytest.mark.parametrize("how", ["twice", "after", "before", "turned"])
+    def test_a_loader_that_does_not_copy(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Scaling, "how", how)
+
+        def build() -> nn.Module:
+            model = Hookless(("dense", "packed", "dense"))
+            model.body.inner[2].__class__ = Scaling  # type: ignore[index]
+            return model
+
+        served = Served(build)
+        for _ in range(2):
+            with unchanged(served.model):
+                report = weightlife.verify(served.model, _Files(served.weights))
+            assert report.ok, str(report)
+        assert not weightlife.verify(served.model, _Files(served.checkpoint(9))).ok
+
+    @pytest.mark.parametrize("kind", ["dense", "packed"])
+    def test_its_memory_is_that_of_the_source(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        served, lent = hookless(kind), []
+        lend = Ground.lend
+
+        def seen(self: Ground, number: int, storage: torch.UntypedStorage) -> Any:
+            gone = lend(self, number, storage)
+            lent.append(self.by_number[number].current.data_ptr() == storage.data_ptr())
+            return gone
+
+        monkeypatch.setattr(Ground, "lend", seen)
+        assert weightlife.verify(served.model, _Files(served.weights)).ok
+        assert lent and all(lent)
+        lent.clear()
+        assert weightlife.verify(served.model, served.weights.items()).ok
+        assert not lent, "a stream may be asked for its tensors again"
+
+    def test_no_file_is_written(self, tmp_path: Path) -> None:
+        """Hooks that change a loaded weight in place change their mapping alone, and see the file the next time."""
+        served = hookless(ALL)
+        save_file(served.weights, tmp_path / "model.safetensors")
+        before = (tmp_path / "model.safetensors").read_bytes()
+        for _ in range(2):
+            assert weightlife.verify(served.model, tmp_path).ok
+        assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
 class TestUnchanged:

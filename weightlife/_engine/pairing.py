@@ -57,17 +57,16 @@ class Pairing(storage.Settler):
         for track in {id(t): t for t in self.stage.index.values() if not t.placeholder}.values():
             self._staged(track)
         known = self.rehearsal.life.plan.layers.keys()
-        for ident, before in self.stage.before.items():
+        found = set()
+        for ident, before, now, keys in self.stage.changes():
+            found.add(ident)
             holder = self.stage.holders[ident]
-            now = slots.read(holder.obj)
-            keys = slots.differing(before, now)
-            if not keys:
-                continue
             others = (holder.owners & known) - self.mine
             if others and not holder.owners & self.mine:
                 self.rehearsal.linked(next(iter(others)))
             self._owners, self._shared = frozenset(holder.owners), bool(others)
             self._holder(holder, keys, before, now)
+        self.rehearsal.ground.looked(self.mine, found)
 
     def _holder(
         self, holder: slots.Holder, keys: Iterable[slots.Key], before: slots.State, now: slots.State

@@ -17,9 +17,10 @@ from weightlife._engine import runtime
 from weightlife._engine.arena import Arena
 from weightlife._engine.completeness import nearest_clause
 from weightlife._engine.equal import unequal
+from weightlife._engine.ground import Ground
 from weightlife._engine.groups import Group
 from weightlife._engine.pairing import Pairing
-from weightlife._engine.rehearsal import LinkedError, Rehearsal
+from weightlife._engine.rehearsal import LinkedError, OddLoaderError, Rehearsal
 from weightlife._engine.skeleton import storage_key
 from weightlife._names import prefix_clause
 from weightlife._verification import Difference, RankVerification, Untold
@@ -34,6 +35,9 @@ Progress = Callable[[int, int], None]
 
 # For rounding, and for what the constructor makes and no load writes.
 _SLACK = 1 << 20
+# Bytes of a batch: more saves nothing, as the walk is made once; less costs 10 ms for each batch.
+_BATCH = 1 << 27
+_LEAST = 1 << 20
 
 
 class Files(Protocol):
@@ -43,7 +47,11 @@ class Files(Protocol):
         """All of them, in the order in which a load brings them."""
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of them, in that order."""
+        """Some of them, in that order.
+
+        Their memory may stand for the model's, and be written to: it is given to nobody else, and who asks again gets
+        the source's values.
+        """
 
 
 class _AgainError(Exception):
@@ -64,6 +72,8 @@ class _Proof:
     done: int = 0
     covered: set[Any] = field(default_factory=set)
     generation: int = 0
+    ground: Ground | None = None
+    lend: bool = True  # memory of a source that can be read again may stand for a copy of it
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
@@ -79,7 +89,11 @@ class _Proof:
             _AgainError: other groups belong to them. What loading or processing raises.
         """
         try:
-            self._one(grouping.merged(groups), weights)
+            try:
+                self._one(grouping.merged(groups), weights, lend=again and self.lend)
+            except OddLoaderError:
+                self.lend = False
+                self._one(grouping.merged(groups), weights, lend=False)
         except LinkedError as link:
             layer = link.layer
             if layer is None and len(groups) > 1:
@@ -100,7 +114,7 @@ class _Proof:
             self.done += group.nbytes
         self.progress(self.done, self.total)
 
-    def _one(self, group: Group, weights: Callable[[set[str]], Pairs]) -> None:
+    def _one(self, group: Group, weights: Callable[[set[str]], Pairs], lend: bool) -> None:
         life = self.life
         with life.owned("verify"):
             quiet(life)
@@ -110,12 +124,42 @@ class _Proof:
                     model=life.name, hint="run it again when no update comes",
                 )  # fmt: skip
             while True:
-                rehearsal = Rehearsal(life, group, life.host.has_model_hook(), self.arena)
+                rehearsal = Rehearsal(
+                    life, group, life.host.has_model_hook(), self.arena, self._stood_upon(), lend
+                )
                 with rehearsal.opened():
                     if self._resized(rehearsal, group):
                         continue
                     self._rehearse(rehearsal, weights)
                 return
+
+    def _stood_upon(self) -> Ground:
+        """Generation A; looked at anew where anybody else had the model's turn, or a batch failed."""
+        if self.ground is None or not self.ground.stands():
+            self.let_go()
+            started = time.perf_counter()
+            with self.life.entered():
+                self.ground = Ground(self.life)
+            self._spent("walk", started)
+        return self.ground
+
+    def let_go(self) -> None:
+        """Hold nothing of the model any more."""
+        if self.ground is not None:
+            self.ground.drop()
+        self.ground = None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that serves, by path."""
+        life = self.life
+        ground = self.ground
+        walked = None if ground is None or not ground.before else (ground.holders, ground.before)
+        return runtime.tensors(
+            life.model, life.host.skip, life.host.transient, life.addresses.declared.values(), walked
+        )
+
+    def _spent(self, phase: str, since: float) -> None:
+        self.found.phases[phase] = self.found.phases.get(phase, 0.0) + time.perf_counter() - since
 
     def _resized(self, rehearsal: Rehearsal, group: Group) -> bool:
         """Whether a storage was exchanged for one of another size: its layers are left out, and named."""
@@ -144,9 +188,8 @@ class _Proof:
             natives = self._natives(rehearsal, pairing)
         for record in rehearsal.report.phases:
             found.phases[record.name] = found.phases.get(record.name, 0.0) + record.seconds
-        now = time.perf_counter()
-        found.phases["compare"] = found.phases.get("compare", 0.0) + now - compared
         found.phases["rebuild"] = found.phases.get("rebuild", 0.0) + compared - started
+        self._spent("compare", compared)
         found.differ([*(d for d in pairing.differences if not self._blind(d, group)), *natives])
         for untold in pairing.untold:
             found.tell(untold)
@@ -178,7 +221,11 @@ class _Proof:
                 layers.setdefault(ident, path)
             if not mine:
                 self.found.tell(Untold(path, "native memory"))
-        made = {ident: self._probe(ident, layers[ident]) for ident in layers}
+        made: dict[int, torch.Tensor | None] = {}
+        for ident, path in layers.items():
+            answer = self._probe(ident, path)
+            # A copy: a kernel may write its next answer where it wrote this one.
+            made[ident] = None if answer is None else answer.clone()
         assert rehearsal.stage is not None
         rehearsal.stage.show_a()
         out = []
@@ -208,7 +255,7 @@ class _Proof:
             return None
         if answer is None:
             self.found.tell(Untold(path, "native memory"))
-        return None if answer is None else answer.detach().clone()
+        return None if answer is None else answer.detach()
 
     def _leave_out(self, group: Group, why: str) -> None:
         for ident in group.layers:
@@ -287,17 +334,22 @@ def prove(
         try:
             if files is not None:
                 _names(life, files.names())
-                for batch in grouping.batches(proof.groups, proof.found.largest_bytes):
+                # The largest first: what allocators keep of small ones for later would stand beside them.
+                size = _limit(proof)
+                order = sorted(proof.groups, key=lambda g: (g.blind, -g.nbytes if g.nbytes > size else 0))
+                for batch in grouping.batches(order, size):
                     proof.batch(batch, files.read, again=True)
             else:
                 _stream(proof, source)
+            _rest(proof)
         except _AgainError:
             limit -= 1
             if limit:
                 continue
             raise errors.SessionStateError("verify: its groups never came to rest", model=life.name) from None
+        finally:
+            proof.let_go()
         break
-    _rest(proof)
     proof.found.seconds = time.perf_counter() - started
     return proof.found
 
@@ -315,6 +367,11 @@ def _begin(
     total = sum(group.nbytes for group in chosen)
     arena = Arena(found.largest_bytes + _SLACK)
     return _Proof(life, load, found, progress, chosen, arena, total, generation=life.generation)
+
+
+def _limit(proof: _Proof) -> int:
+    """Bytes of the groups of one batch: what is loaded and what hooks make of it stay below the largest group."""
+    return max(min(proof.found.largest_bytes // 2, _BATCH), _LEAST)
 
 
 def _names(life: Lifecycle, names: Sequence[str]) -> None:
@@ -371,12 +428,12 @@ def _stream(proof: _Proof, source: Any) -> None:
         proof.found.waiting_bytes = max(proof.found.waiting_bytes, held)
         lacking[id(group)].discard(name)
         if not lacking[id(group)] and group not in ready and all(n in seen for n in group.names):
-            if sum(g.nbytes for g in ready) + group.nbytes > proof.found.largest_bytes:
+            if sum(g.nbytes for g in ready) + group.nbytes > _limit(proof):
                 flush()
             ready.append(group)
     _names(life, list(seen))
     ready += [group for group in proof.groups if id(group) in waiting and group not in ready]
-    for batch in grouping.batches(list(ready), proof.found.largest_bytes):
+    for batch in grouping.batches(list(ready), _limit(proof)):
         ready[:] = batch
         flush()
 
@@ -388,9 +445,7 @@ def _rest(proof: _Proof) -> None:
         found.tell(Untold(layer.path, f"it can't be rebuilt: {layer.reason}"))
     compared = {ident for group in proof.groups for ident in group.layers}
     others = {life.layer_path(ident) for ident in life.plan.layers if ident not in compared}
-    for path, tensor in runtime.tensors(
-        life.model, life.host.skip, life.host.transient, life.addresses.declared.values()
-    ):
+    for path, tensor in proof.tensors():
         key = storage_key(tensor)
         view = (key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if key in proof.covered or view in proof.covered or tensor.numel() == 0:

@@ -25,13 +25,14 @@ def tensors(
     skip: Callable[[Any], bool],
     transient: Callable[[str], bool],
     declared: Iterable[slots.Declared] = (),
+    walked: tuple[dict[int, slots.Holder], dict[int, slots.State]] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(path, tensor) of all runtime storage with bytes to look at.
 
     Left out are paths that are `transient` (what requests leave behind), and the integers of an owner with a
-    finaliser, which are addresses of native memory.
+    finaliser, which are addresses of native memory. `walked`: what a walk gave, where one was just made.
     """
-    holders, states = slots.walk(model, skip, declared)
+    holders, states = slots.walk(model, skip, declared) if walked is None else walked
     for ident, state in states.items():
         holder = holders[ident]
         native = slots.is_opaque(holder.obj)

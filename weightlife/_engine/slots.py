@@ -190,6 +190,30 @@ def read(obj: Any) -> State:
     return state
 
 
+def glance(obj: Any) -> tuple[Any, ...] | None:
+    """Names and values of all slots of a holder, to be compared by identity; None where only `read` can tell.
+
+    Where two glances are the same objects in the same order, two readings are equal. The reverse does not hold.
+    """
+    kind = type(obj)
+    if isinstance(obj, torch.nn.Module):
+        own = vars(obj)
+        if own["_non_persistent_buffers_set"]:
+            return None
+        p, b, m = own["_parameters"], own["_buffers"], own["_modules"]
+        return (*own, *own.values(), *p, *p.values(), *b, *b.values(), *m, *m.values())
+    if kind is dict:
+        return (*obj, *obj.values())
+    if kind is list:
+        return tuple(obj)
+    if kind in (tuple, types.MethodType):
+        return ()  # these never change
+    if isinstance(obj, (list, tuple, dict, deque, set, functools.partial, types.FunctionType, Window)):
+        return None
+    own = _dict_of(obj) or {}
+    return None if _slot_names(obj) else (*own, *own.values())
+
+
 def _dict_of(obj: Any) -> dict[str, Any] | None:
     """An object's attributes, or None. Lazy objects and proxies may raise whatever they like when looked at."""
     try:

@@ -271,7 +271,7 @@ class Stage:
             Their paths, with storage number and region.
         """
         assigned: dict[str, tuple[int, Region]] = {}
-        for holder, key, index in self.skeleton.module_slots():
+        for holder, key, index in self._module_slots():
             made = self.skeleton.tensors[index]
             track = self.by_number.get(made.storage)
             state = self.before.get(id(holder.obj), {})
@@ -287,6 +287,10 @@ class Stage:
                 self._replaced(track, made.dtype, made.offset, made.shape, made.stride)
                 assigned[slots.step(holder.path, key)] = (made.storage, part)
         return assigned
+
+    def _module_slots(self) -> Iterator[tuple[slots.Holder, slots.Key, int]]:
+        """Slots in which a loader may put a tensor of its own."""
+        return self.skeleton.module_slots()
 
     @staticmethod
     def _replaced(track: Track, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> None:
@@ -323,18 +327,22 @@ class Stage:
 
     # -- exchange ----------------------------------------------------------------------------------------------
 
+    def changes(self) -> Iterator[tuple[int, slots.State, slots.State, list[slots.Key]]]:
+        """Holders of which something differs from A: id, slots before and now, and which."""
+        for ident, before in self.before.items():
+            now = slots.read(self.holders[ident].obj)
+            changed = slots.differing(before, now)
+            if changed:
+                yield ident, before, now, changed
+
     def show_a(self) -> None:
         """Make the module tree generation A again, remembering B."""
         if not self.showing_b:
             return
         self.b_state = {}
-        for ident, before in self.before.items():
-            obj = self.holders[ident].obj
-            now = slots.read(obj)
-            changed = slots.differing(before, now)
-            if changed:
-                self.b_state[ident] = now
-                slots.write(obj, before, changed)
+        for ident, before, now, changed in self.changes():
+            self.b_state[ident] = now
+            slots.write(self.holders[ident].obj, before, changed)
         self.b_data = []
         for track in self.index.values():
             # A track is found by its live and by its staged identity: once is enough, twice does no harm.

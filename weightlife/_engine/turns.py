@@ -51,6 +51,7 @@ class Turn:
         self._depth = 0
         self._owner = ""  # the load call that has it, in words
         self._hooked: list[Pass] = []
+        self.taken = 0  # how often it went to a thread
         self.passes = 0  # that run now: one inside another, if more than one
         self._pass_thread = 0
 
@@ -63,6 +64,7 @@ class Turn:
             with self._free:
                 if self._holder in (0, me):
                     self._holder = me
+                    self.taken += self._depth == 0
                     self._depth += 1
                     return True
                 if self._owner and not patient:

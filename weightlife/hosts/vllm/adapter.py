@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -157,8 +158,7 @@ class VllmHost:
         width = next((w for name in names if isinstance(w := getattr(layer, name, None), int)), None)
         if method is None or width is None:
             return None
-        generator = torch.Generator().manual_seed(PROBE_SEED)
-        rows = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.float32)
+        rows = _probe_rows(width)
         # A router's weights may be float32 in a bfloat16 model, and native kernels don't look at their input's dtype.
         dtype = getattr(layer, "params_dtype", None) or self.model_config.dtype
         with torch.no_grad():
@@ -272,6 +272,13 @@ class VllmHost:
             "torch": str(torch.__version__),
             "vllm": str(getattr(vllm, "__version__", "unknown")),
         }
+
+
+@functools.lru_cache(maxsize=8)
+def _probe_rows(width: int) -> torch.Tensor:
+    """The rows that kernels are asked with, shape (PROBE_ROWS, width), float32."""
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.float32)
 
 
 def _deferred_classes() -> tuple[type, ...]:

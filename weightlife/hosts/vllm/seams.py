@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import wrapt
 
 from weightlife import errors
 from weightlife._engine import guard, lifecycle, registry
@@ -110,11 +112,21 @@ def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
             else known.observe("load_weights", wrapped, args, kwargs)
         )
     if args:
-        weights, rest = args[0], args[1:]
-        return life.load_weights(lambda stream: wrapped(stream, *rest, **kwargs), weights)
+        return life.load_weights(call_of(wrapped, args[1:], kwargs), args[0])
     name = "weights" if "weights" in kwargs else next(iter(kwargs), "weights")
     others = {key: value for key, value in kwargs.items() if key != name}
     return life.load_weights(lambda stream: wrapped(**{name: stream}, **others), kwargs.get(name, ()))
+
+
+def call_of(wrapped: Any, rest: Args, kwargs: Kwargs) -> Callable[[Any], Any]:
+    """A call of a model's `load_weights` but for its source: rules know loaders by what such a call is made of."""
+    return lambda stream: wrapped(stream, *rest, **kwargs)
+
+
+def loader_of(model: Any) -> Callable[[Any], Any] | None:
+    """A vLLM model's loader as reloads call it, so that what is known of those holds for it; None for other models."""
+    own: Any = getattr(model, "load_weights", None)
+    return call_of(own.__wrapped__, (), {}) if isinstance(own, wrapt.BoundFunctionWrapper) else None
 
 
 def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
