@@ -11,7 +11,7 @@ _ORDER = ("stock", "verify", "ledger", "telemetry", "digests", "kernels")
 
 
 def write(name: str, text: str, place: Path = RESULTS) -> None:
-    """Put a section into the file, in the place of the one of that name.
+    """Put a section into the file, in the place of the one of that name. Everything else stays as it is.
 
     Raises:
         ValueError: no section has this name.
@@ -19,10 +19,18 @@ def write(name: str, text: str, place: Path = RESULTS) -> None:
     if name not in _ORDER:
         raise ValueError(f"{name!r} is no section: {', '.join(_ORDER)}")
     old = place.read_text(encoding="utf-8") if place.exists() else ""
-    found = dict(re.findall(r"<!-- begin (\w+) -->\n(.*?)\n<!-- end \1 -->", old, flags=re.DOTALL))
-    found[name] = text.strip()
-    parts = [f"<!-- begin {key} -->\n{found[key]}\n<!-- end {key} -->" for key in _ORDER if key in found]
-    place.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    made = f"<!-- begin {name} -->\n{text.strip()}\n<!-- end {name} -->"
+    spans = {
+        m[1]: m.span() for m in re.finditer(r"<!-- begin (\w+) -->\n.*?\n<!-- end \1 -->", old, re.DOTALL)
+    }
+    if name in spans:
+        start, stop = spans[name]
+        place.write_text(old[:start] + made + old[stop:], encoding="utf-8")
+        return
+    before = [spans[key][1] for key in _ORDER[: _ORDER.index(name)] if key in spans]
+    at = max(before, default=0)
+    parts = (old[:at].strip(), made, old[at:].strip())
+    place.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
 def machine() -> str:
