@@ -14,6 +14,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def stop(child: subprocess.Popen[Any]) -> None:
+    """End a server: asked first, killed after half a minute."""
+    child.terminate()
+    try:
+        child.wait(30)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
 def result_of(
     job: str,
     *arguments: object,

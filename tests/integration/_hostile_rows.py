@@ -22,17 +22,22 @@ Change = Callable[[str, Any], Any]
 INTERRUPTIONS = 8  # of each way
 
 
+def heard(call: Callable[[], Any]) -> BaseException | None:
+    """What a call raised, if anything."""
+    try:
+        call()
+    except BaseException as caught:  # noqa: BLE001 - what was raised is the verdict
+        return caught
+    return None
+
+
 def judged(bench: Bench, change: Callable[[], Any], context: str, may: str = "") -> BaseException | None:
     """Do something that brings the other checkpoint, or is refused. What was raised, if anything.
 
     Args:
         may: `raise` or `accept`, where only that is right.
     """
-    error: BaseException | None = None
-    try:
-        change()
-    except BaseException as caught:  # noqa: BLE001 - what was raised is the verdict
-        error = caught
+    error = heard(change)
     life = _life(bench)
     state = "accepted" if error is None else f"{type(error).__name__}: {str(error)[:160]}"
     bench.notes.append(f"{context}: {state}{' POISONED' if life.poisoned else ''}")
@@ -49,11 +54,7 @@ def judged(bench: Bench, change: Callable[[], Any], context: str, may: str = "")
 
 def done(call: Callable[[], Any]) -> Callable[[], None]:
     """Do it now, while something is exchanged; what comes back raises what was raised."""
-    error: BaseException | None = None
-    try:
-        call()
-    except BaseException as caught:  # noqa: BLE001 - judged later
-        error = caught
+    error = heard(call)
 
     def again() -> None:
         if error is not None:
@@ -524,11 +525,7 @@ def _either(bench: Bench, again: Callable[[], None], context: str) -> BaseExcept
     """After something that may have come before or after the commit: one of the two serves, or nothing."""
     from weightlife.testing import oracle
 
-    error: BaseException | None = None
-    try:
-        again()
-    except BaseException as caught:  # noqa: BLE001 - what was raised is the verdict
-        error = caught
+    error = heard(again)
     life = _life(bench)
     bench.notes.append(
         f"{context}: {error!r:.120}{' POISONED' if life.poisoned else ''}{' open' if life.session else ''}"

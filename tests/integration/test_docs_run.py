@@ -20,7 +20,7 @@ import pytest
 
 from tests import docblocks, docshell
 from tests.docblocks import ROOT
-from tests.integration._child import result_of
+from tests.integration._child import result_of, stop
 from weightlife import errors
 from weightlife.runs.reader import read_run
 from weightlife.testing import checkpoints, oracle
@@ -92,12 +92,7 @@ def server(command: list[str], workplace: Path, env: dict[str, str], port: int) 
             time.sleep(0.3)
         yield url
     finally:
-        child.terminate()
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        stop(child)
 
 
 def call(url: str, method: str, **more: Any) -> Any:

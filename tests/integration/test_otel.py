@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration._child import result_of
+from tests.integration._child import result_of, stop
 from tests.integration._otel_job import COMMON
 from tests.otlp import Receiver, Span
 from tests.telemetry import Registry, group_of
@@ -331,12 +331,7 @@ def server(model: Path, port: int, endpoint: str, logs: Path) -> Iterator[None]:
                 time.sleep(0.3)
             yield
         finally:
-            child.terminate()
-            try:
-                child.wait(30)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            stop(child)
 
 
 def post(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:

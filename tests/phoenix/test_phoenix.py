@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests import chromium
-from tests.integration._child import ROOT, result_of
+from tests.integration._child import ROOT, result_of, stop
 from weightlife import errors
 from weightlife.testing import checkpoints
 
@@ -78,12 +78,7 @@ def _address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                     time.sleep(0.5)
             yield address
         finally:
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            stop(server)
 
 
 @pytest.fixture(scope="module", name="found")

@@ -8,8 +8,9 @@ A storage counts as *replicated* where the same names wrote the same regions of 
 tensors went into the model with all of its elements. If its loaders also did nothing but copy in the first load (they
 have a rule), and what came then began and ended alike on all ranks, a difference is an error at once. Else it may be
 meant (a bias that all ranks but the first set to zero, a source that cuts before it sends), and what the last
-committed update showed is what the next one is held to. So it is for shards, of which 16 blocks are looked at: that two of them differ can't be demanded of a first update (kept heads, zeros), but those that
-differed and are now equal were cut in one place by all ranks. Storages that hold one constant say nothing.
+committed update showed is what the next one is held to. So it is for shards, of which 16 blocks are looked at: that two
+of them differ can't be demanded of a first update (kept heads, zeros), but those that differed and are now equal were
+cut in one place by all ranks. Storages that hold one constant say nothing.
 """
 
 from __future__ import annotations

@@ -44,6 +44,16 @@ MLA: Final[Mapping[str, Any]] = {
     "topk_group": 1,
 }
 
+_OPT: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "ffn_dim": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "word_embed_proj_dim": 128,
+}
+
 _GROUPED: Final[Mapping[str, Any]] = {
     "head_dim": 32,
     "n_routed_experts": 4,
@@ -136,13 +146,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "OPTConfig",
         "OPTForCausalLM",
         {
-            "vocab_size": VOCAB,
-            "hidden_size": 128,
-            "ffn_dim": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 512,
-            "word_embed_proj_dim": 128,
+            **_OPT,
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,
@@ -362,16 +366,7 @@ MORE: Final[Mapping[str, Family]] = {
         {
             "vision_config": _VISION,
             "qformer_config": {**_VISION, "encoder_hidden_size": 64},
-            "text_config": {
-                "model_type": "opt",
-                "vocab_size": VOCAB,
-                "hidden_size": 128,
-                "ffn_dim": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "max_position_embeddings": 512,
-                "word_embed_proj_dim": 128,
-            },
+            "text_config": {"model_type": "opt", **_OPT},
             "num_query_tokens": 4,
             "image_token_index": 500,
         },

@@ -43,7 +43,7 @@ def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     out = wrapped(*args, **kwargs)
     if method in _COMMITTING:
         if _encodes(instance):
-            _forget_encoded(instance)
+            forget_if_new(instance, anyway=True)  # the workers' half may be gone, whatever the weights did
         if not instance.reset_prefix_cache():
             logging.getLogger("weightlife").warning(
                 "the prefix cache could not be reset after a weight update: requests are running on blocks of the old"
@@ -69,13 +69,13 @@ def reset_prefix_cache(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) 
     return done
 
 
-def forget_if_new(core: Any) -> None:
+def forget_if_new(core: Any, *, anyway: bool = False) -> None:
     """Forget encoder outputs if the weights changed since they were made.
 
     While an update without an end is open, each time: the batch that comes may be the one before which it commits.
     """
     now, is_open = _generations(core)
-    if is_open or now != _encoded_by.get(core):
+    if anyway or is_open or now != _encoded_by.get(core):
         _forget_encoded(core)
         _encoded_by[core] = now
     if not is_open:
@@ -99,9 +99,8 @@ def generations(worker: Any) -> list[int]:
 def _generations(core: Any) -> tuple[list[int], bool]:
     try:
         answers = core.model_executor.collective_rpc(remote.METHOD, args=("generations", None))
-    except (
-        Exception
-    ):  # a worker without weightlife, where the handshake was switched off: no reason to end the engine
+    except Exception:
+        # A worker without weightlife, where the handshake was switched off: no reason to end the engine.
         logging.getLogger("weightlife").exception(
             "the workers' weights could not be asked for: encoder outputs may be of old ones"
         )
