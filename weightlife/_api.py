@@ -330,16 +330,13 @@ def last_reports(target: Any) -> list[LoadReport]:
         NotInstalledError: the model was built without weightlife. HandshakeError: a worker runs without it.
     """
     from weightlife._engine import lifecycle
-    from weightlife._models import find_model
+    from weightlife._models import find_here
     from weightlife.report import LoadReport as Report
 
-    try:
-        model = find_model(target)
-    except errors.HostError:
+    model = find_here(target)
+    if model is None:
         from weightlife.hosts.vllm import remote
 
-        if remote.engine_of(target) is None:
-            raise
         return [Report.from_dict(reports[-1]) for reports in remote.ask(target, "reports") if reports]
     life = lifecycle.of(model)
     if life is None:
@@ -364,21 +361,18 @@ def manifests(target: Any, *, checkpoint: Any = None, loader: Any = None) -> lis
     """
     from weightlife._engine import lifecycle
     from weightlife._manifest import Manifest as Made
-    from weightlife._models import find_model
+    from weightlife._models import find_here
 
     missing = errors.NotInstalledError("this model was not built under weightlife, or is not loaded yet")
-    try:
-        model = find_model(target)
-    except errors.HostError:
+    model = find_here(target)
+    if model is None:
         from weightlife.hosts.vllm import remote
 
-        if remote.engine_of(target) is None:
-            raise
         if loader is not None:
-            raise errors.ConfigError("a loader can't be sent to workers") from None
+            raise errors.ConfigError("a loader can't be sent to workers")
         answers = remote.ask(target, "manifest", {"checkpoint": _plain_checkpoint(checkpoint)})
         if not answers or any(answer is None for answer in answers):
-            raise missing from None
+            raise missing
         return [Made.from_dict(answer) for answer in answers]
     life = lifecycle.of(model)
     if life is None or life.observed is not None or life.first is not None:

@@ -16,9 +16,7 @@ from typing import Any
 
 from weightlife.hosts import runtime
 from weightlife.hosts.vllm import remote
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from weightlife.hosts.vllm.calls import Args, Kwargs, argument
 
 _COMMITTING = frozenset({"reload_weights", "finish_weight_update"})
 
@@ -32,10 +30,7 @@ def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A question to the workers: after an update, cached blocks and encoder outputs are of the old weights."""
     if not runtime.installed() or runtime.settings().mode != "enforce":
         return wrapped(*args, **kwargs)
-    method = remote.method_of(
-        kwargs.get("method", args[0] if args else None),
-        kwargs.get("args", args[2] if len(args) > 2 else None),
-    )
+    method = remote.method_of(argument(args, kwargs, 0, "method"), argument(args, kwargs, 2, "args"))
     if method != remote.METHOD and _encodes(instance):
         if instance not in _encoded_by:
             _encoded_by[instance], _ = _generations(instance)

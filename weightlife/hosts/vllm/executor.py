@@ -13,9 +13,7 @@ import weakref
 from typing import Any
 
 from weightlife.hosts import runtime
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from weightlife.hosts.vllm.calls import Args, Kwargs, argument
 
 _TIMEOUT, _NON_BLOCK, _REPLY_RANK = 1, 4, 5  # places among the arguments
 
@@ -46,16 +44,12 @@ def executor_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
     """
     if runtime.settings().mode != "enforce":
         return wrapped(*args, **kwargs)
-
-    def given(place: int, name: str) -> Any:
-        return kwargs.get(name, args[place] if len(args) > place else None)
-
-    rank = given(_REPLY_RANK, "unique_reply_rank")
+    rank = argument(args, kwargs, _REPLY_RANK, "unique_reply_rank")
     queues = getattr(instance, "response_mqs", None)
     if not queues:
         return wrapped(*args, **kwargs)
-    _throw_away(instance, rank, given(_TIMEOUT, "timeout"))
-    if rank is not None or len(queues) < 2 or given(_NON_BLOCK, "non_block"):
+    _throw_away(instance, rank, argument(args, kwargs, _TIMEOUT, "timeout"))
+    if rank is not None or len(queues) < 2 or argument(args, kwargs, _NON_BLOCK, "non_block"):
         return wrapped(*args, **kwargs)
     watched = [_Answers(queue) for queue in queues]
     instance.response_mqs = watched

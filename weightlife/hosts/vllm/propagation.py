@@ -14,11 +14,9 @@ from typing import Any
 
 from weightlife._version import __version__
 from weightlife.hosts import runtime
+from weightlife.hosts.vllm.calls import Args, Kwargs
 from weightlife.hosts.vllm.remote import METHOD
 from weightlife.otel.carrier import Calls, RequestContext
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 PATHS = frozenset(
     {"/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update",

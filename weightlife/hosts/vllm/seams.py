@@ -17,18 +17,12 @@ from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
 from weightlife.hosts.vllm import caches, remote
 from weightlife.hosts.vllm.adapter import VllmHost
+from weightlife.hosts.vllm.calls import Args, Kwargs, argument
 
 if TYPE_CHECKING:
     from weightlife._engine.session import WeightLoadSession
 
 # What only updates and captures need is imported with them (`lifecycle.py` says why).
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
-
-def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def _known(model: Any) -> Lifecycle | None:
@@ -54,7 +48,7 @@ def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) ->
     if not runtime.installed():
         return wrapped(*args, **kwargs)
     model = wrapped(*args, **kwargs)
-    vllm_config = _argument(args, kwargs, 0, "vllm_config")
+    vllm_config = argument(args, kwargs, 0, "vllm_config")
     model_config = kwargs.get("model_config") or vllm_config.model_config
     load_config = vllm_config.load_config
     device = torch.device(load_config.device or vllm_config.device_config.device)
@@ -75,7 +69,7 @@ def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) ->
 
 def process_layer(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A quant hook. Outside of a session, on a layer that is in kernel format, it would process it twice."""
-    layer = _argument(args, kwargs, 0, "layer")
+    layer = argument(args, kwargs, 0, "layer")
     life = lifecycle.owner_of(layer) if isinstance(layer, torch.nn.Module) else None
     if life is not None and life.first is not None:
         return life.first.hook(layer, type(instance).__name__, lambda: wrapped(*args, **kwargs))
@@ -131,7 +125,7 @@ def loader_of(model: Any) -> Callable[[Any], Any] | None:
 
 def process_weights_after_loading(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The whole-model pass: the end of a first load; later an end mark, never a second processing."""
-    life = _ready(_argument(args, kwargs, 0, "model"))
+    life = _ready(argument(args, kwargs, 0, "model"))
     if life is None or life.is_inside():
         return wrapped(*args, **kwargs) if life is None else None
     if life.first is not None:
@@ -206,9 +200,9 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     from weightlife._engine import announce
     from weightlife.hosts.vllm import sources
 
-    kernel_format = not kwargs.get("is_checkpoint_format", args[2] if len(args) > 2 else True)
-    path = kwargs.get("weights_path", args[1] if len(args) > 1 else None)
-    iterator = kwargs.get("weights_iterator", args[0] if args else None)
+    kernel_format = not argument(args, kwargs, 2, "is_checkpoint_format", True)
+    path = argument(args, kwargs, 1, "weights_path")
+    iterator = argument(args, kwargs, 0, "weights_iterator")
     config = getattr(life.host, "model_config", None)
     saved = {name: getattr(config, name) for name in _CONFIG_FIELDS if hasattr(config, name)}
     source = "iterator" if iterator is not None else str(path or saved.get("model", "disk"))
@@ -258,7 +252,7 @@ def _restore(config: Any, saved: dict[str, Any]) -> None:
 
 def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The host's own begin, called by transfer engines and by clients: prepare."""
-    life = _ready(_argument(args, kwargs, 0, "model"))
+    life = _ready(argument(args, kwargs, 0, "model"))
     if life is None or life.first is not None:
         return wrapped(*args, **kwargs)
     with life.owned("initialize_layerwise_reload"):
@@ -272,7 +266,7 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs:
 
 def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The host's own end: finish."""
-    life = _ready(_argument(args, kwargs, 0, "model"))
+    life = _ready(argument(args, kwargs, 0, "model"))
     if life is None or life.first is not None:
         return wrapped(*args, **kwargs)
     with life.owned("finalize_layerwise_reload"):
@@ -312,7 +306,7 @@ def update_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> A
     try:
         for life in worker_lives(instance):
             if life.session is not None and life.session.explicit:
-                sources.check_update(life.session, _argument(args, kwargs, 0, "update_info"), instance)
+                sources.check_update(life.session, argument(args, kwargs, 0, "update_info"), instance)
         return wrapped(*args, **kwargs)
     except BaseException as error:
         for life in worker_lives(instance):
@@ -354,7 +348,7 @@ def abort_update(worker: Any, reason: str) -> bool:
 
 def sleep(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Level 2 drops the weights: there is no A until a complete update commits."""
-    level = _argument(args, kwargs, 0, "level")
+    level = argument(args, kwargs, 0, "level")
     for life in worker_lives(instance):
         life.addresses.due()  # while everything is there to be looked at
     out = wrapped(*args, **kwargs)
@@ -373,7 +367,7 @@ def weights_sleep(life: Lifecycle, level: int) -> None:
 
 def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Awake again, if the weights are among what wakes."""
-    tags = kwargs.get("tags", args[0] if args else None)
+    tags = argument(args, kwargs, 0, "tags")
     out = wrapped(*args, **kwargs)
     if not tags or "weights" in tags:
         for life in worker_lives(instance):
@@ -427,7 +421,7 @@ def execute_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     """A batch: the guard decides what it sees."""
     if lifecycle.OpenSessions.count == 0:
         return wrapped(*args, **kwargs)
-    batch = _argument(args, kwargs, 0, "scheduler_output")
+    batch = argument(args, kwargs, 0, "scheduler_output")
     tokens = getattr(batch, "total_num_scheduled_tokens", 1)
     kind = guard.Pass.REAL if tokens > 0 else guard.Pass.DUMMY
     return guard.guarded(worker_lives(instance), kind, lambda: wrapped(*args, **kwargs))
