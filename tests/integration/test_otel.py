@@ -226,6 +226,11 @@ class TestTwoRanks:
         assert [receiver.above(s) for s in reloads] == [["collective_rpc reload_weights", "trainer sync"]] * 2
         assert len({s.resource["vllm.process_id"] for s in reloads}) == 2
         assert all(s.attributes["weightlife.activity.duration.ranks"] > 0 for s in reloads)
+        (lowest,) = (
+            s.attributes["weightlife.session.id"] for s in reloads if not s.attributes["weightlife.rank"]
+        )
+        assert {s.attributes["weightlife.update.id"] for s in reloads} == {lowest}
+        assert len({s.attributes["weightlife.session.id"] for s in reloads}) == 2
 
     def test_first_loads_hang_under_the_hosts_spans(self, two: Any) -> None:
         _, receiver = two
@@ -236,6 +241,7 @@ class TestTwoRanks:
         ]
         assert len(first) == 2
         assert [receiver.above(s)[0] for s in first] == ["Load model"] * 2
+        assert not any("weightlife.update.id" in s.attributes for s in first)  # they do not vote
 
     def test_metrics_come_from_every_worker(self, two: Any) -> None:
         _, receiver = two

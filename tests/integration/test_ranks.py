@@ -32,6 +32,11 @@ def test_ranks_that_disagree_keep_the_old_weights(found: dict[str, Any], case: s
     assert all(heard), f"a rank committed alone: {heard}"
     assert isinstance(errors.from_message(heard[0]), errors.RankMismatchError), heard
     assert found[case]["a_serves"]
+    (first, update, _), (_, of_the_other, _) = found[case]["ids"]
+    assert update == first
+    assert of_the_other == (
+        "" if "raises" in case else first
+    )  # one that failed before the vote has not heard it
 
 
 @pytest.mark.parametrize("by", ["by iterator", "by start and finish"])
@@ -58,6 +63,12 @@ def test_a_rank_that_takes_another_ones_shard(found: dict[str, Any]) -> None:
 def test_ranks_that_agree_commit(found: dict[str, Any]) -> None:
     assert found["agreed"] == {"heard": ["", ""], "changed": True}
     assert found["back"]["a_serves"]
+    (first, *_), (second, *_) = found["ids"]
+    assert first != second
+    assert [update for _, update, _ in found["ids"]] == [first, first]
+    assert [f"session {first} " in found["ids"][0][2], f"of update {first} " in found["ids"][1][2]] == [
+        True
+    ] * 2
 
 
 def test_answers_stay_with_their_questions_after_a_failure(found: dict[str, Any]) -> None:
