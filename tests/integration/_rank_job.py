@@ -75,6 +75,10 @@ class RankExtension:
         """Rank and value."""
         return [self.rank, value]  # type: ignore[attr-defined]
 
+    def ranks_sdk(self) -> list[str]:
+        """What is loaded of OpenTelemetry's SDK and exporters."""
+        return sorted(n for n in sys.modules if n.startswith(("opentelemetry.sdk", "opentelemetry.exporter")))
+
     def ranks_sleep(self, seconds: float) -> None:
         """Be late."""
         time.sleep(seconds)
@@ -108,7 +112,7 @@ def main(a: str, b: str) -> dict[str, Any]:
         ]
 
     before = answers()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"sdk": llm.collective_rpc("ranks_sdk"), "telemetry": weightlife.status(llm)}
     last = "model.norm.weight"
     for name, (by, drop) in {
         "missing on one rank, by iterator": ("iterator", last),

@@ -288,7 +288,17 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
 
 
 class TestServer:
-    """`vllm serve`, an HTTP client that sends the header of its span."""
+    """`opentelemetry-instrument vllm serve`, which alone installs weightlife, and a client that sends its span's header."""
+
+    def test_auto_instrumentation_made_the_provider_of_each_process(self, served: Receiver) -> None:
+        ours = [span for span in served.spans if span.scope == "weightlife"]
+        assert {span.resource["service.name"] for span in ours} == {"rollout"}
+        by_process = {span.name.partition(" ")[0]: span.resource for span in ours}
+        assert (
+            "telemetry.auto.version" in by_process["collective_rpc"]
+        )  # OpenTelemetry's distribution made it
+        assert len({resource["service.instance.id"] for resource in by_process.values()}) == 2
+        assert "weightlife.session.duration" in {metric.name for metric in served.metrics}
 
     def test_the_clients_trace_goes_through_the_server_into_the_worker(self, served: Receiver) -> None:
         (update,) = (
@@ -315,15 +325,17 @@ class TestServer:
 def server(model: Path, port: int, endpoint: str, logs: Path) -> Iterator[None]:
     with (logs / "server").open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
+            [str(Path(sys.executable).with_name("opentelemetry-instrument")), sys.executable,
+             "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
              "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--block-size", "32",
              "--max-model-len", "256", "--max-num-seqs", "4", "--num-gpu-blocks-override", "256",
              "--skip-tokenizer-init", "--worker-extension-cls", "weightlife.testing.worker_ext.TestWorkerExtension",
-             "--weight-transfer-config", '{"backend": "weightlife_test_folder"}',
-             "--otlp-traces-endpoint", f"{endpoint}/v1/traces"],
+             "--weight-transfer-config", '{"backend": "weightlife_test_folder"}'],
             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
             env=environment(
-                **COMMON, WEIGHTLIFE="1", VLLM_SERVER_DEV_MODE="1", OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf"
+                **COMMON, WEIGHTLIFE_MODE="enforce", VLLM_SERVER_DEV_MODE="1", OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
+                OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf", OTEL_TRACES_EXPORTER="otlp", OTEL_METRICS_EXPORTER="otlp",
+                OTEL_LOGS_EXPORTER="none",
             ),
         )  # fmt: skip
         try:

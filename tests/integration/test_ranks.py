@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks commit together or not at all."""
+"""Two tensor-parallel ranks commit together or not at all; in an environment that has no OpenTelemetry SDK."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
-from tests.integration._child import result_of
+from tests.integration._child import ROOT, result_of
 from weightlife import errors
 from weightlife.testing import checkpoints
 
@@ -17,7 +18,26 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pair = checkpoints.pair("qwen2", tmp_path_factory.mktemp("ranks"))
-    return result_of("_rank_job", pair.a, pair.b, timeout=420)
+    # Python runs it at the start of each process: what is asked for under these names is not installed.
+    without = tmp_path_factory.mktemp("without")
+    (without / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Without())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(without), str(ROOT)])}
+    return result_of("_rank_job", pair.a, pair.b, timeout=420, env=env)
+
+
+def test_without_an_sdk_there_are_reports_and_no_provider(found: dict[str, Any]) -> None:
+    assert found["sdk"] == [[], []]
+    said = found["telemetry"]
+    for process in (said, *said["workers"]):
+        assert (process["telemetry"]["traces"], process["telemetry"]["metrics"]) == ("none", "none"), process
+    assert all(line for _, _, line in found["ids"])
 
 
 @pytest.mark.parametrize(
