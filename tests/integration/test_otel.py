@@ -284,6 +284,7 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
         post(port, "finish_weight_update", {}, HEADERS)
         post(port, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(a)}}, {})
         receiver.wait(lambda r: len(r.named("collective_rpc")) >= 4)
+        receiver.wait(lambda r: sum(" rank0: committed, " in line.text for line in r.lines) >= 3)
         yield receiver
 
 
@@ -299,6 +300,15 @@ class TestServer:
         )  # OpenTelemetry's distribution made it
         assert len({resource["service.instance.id"] for resource in by_process.values()}) == 2
         assert "weightlife.session.duration" in {metric.name for metric in served.metrics}
+
+    def test_one_log_line_a_session(self, served: Receiver) -> None:
+        """Of Python's logging, which whoever wants them exported has a handler for: here the distribution's."""
+        said = [line for line in served.lines if " rank0: committed, " in line.text]
+        assert [line.text.split()[2] for line in said] == ["first_load", "update", "reload"]
+        assert {(line.severity, line.scope) for line in said} == {("INFO", "weightlife")}
+        assert said[1].trace == "0af7651916cd43dd8448eb211c80319c"  # the client's
+        sessions = {s.attributes["weightlife.session.id"] for s in served.named("load_weights")}
+        assert {line.text.split()[1] for line in said} == sessions
 
     def test_the_clients_trace_goes_through_the_server_into_the_worker(self, served: Receiver) -> None:
         (update,) = (
@@ -335,7 +345,7 @@ def server(model: Path, port: int, endpoint: str, logs: Path) -> Iterator[None]:
             env=environment(
                 **COMMON, WEIGHTLIFE_MODE="enforce", VLLM_SERVER_DEV_MODE="1", OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
                 OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf", OTEL_TRACES_EXPORTER="otlp", OTEL_METRICS_EXPORTER="otlp",
-                OTEL_LOGS_EXPORTER="none",
+                OTEL_LOGS_EXPORTER="otlp", OTEL_PYTHON_LOGGING_AUTO_INSTRUMENTATION_ENABLED="true",
             ),
         )  # fmt: skip
         try:
