@@ -73,6 +73,8 @@ TENSOR_NOT_SENT = "weightlife.tensor.not_sent"
 """Tensors of a complete load that an update left out, and that keep their old values."""
 TENSOR_SIZE = "weightlife.tensor.size"
 """Bytes received."""
+UPDATE_ID = "weightlife.update.id"
+"""One for all ranks of an update: the session of the lowest rank. With one rank the session's own."""
 VERSION = "weightlife.version"
 """Version of a component, its name being the key."""
 VIOLATION_COUNT = "weightlife.violation.count"
@@ -161,6 +163,7 @@ TYPES: dict[str, str] = {
     TENSOR_COUNT: "int",
     TENSOR_NOT_SENT: "int",
     TENSOR_SIZE: "int",
+    UPDATE_ID: "string",
     VERSION: "template[string]",
     VIOLATION_COUNT: "int",
     VIOLATION_KIND: "string",

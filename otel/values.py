@@ -53,6 +53,7 @@ END = {
     names.LAYER_TOUCHED: "layers_touched",
     names.LAYER_UNTOUCHED: "layers_untouched",
     names.TENSOR_NOT_SENT: "tensors_not_sent",
+    names.UPDATE_ID: "update_id",
     names.MEMORY_PEAK: "peak_bytes",
 }
 _TEMPLATES = {

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -49,6 +50,17 @@ class Metric:
     points: list[tuple[dict[str, Any], float]] = field(default_factory=list)
 
 
+@dataclass
+class Line:
+    """One received log record; `trace` in hexadecimal, empty where it was written outside of any span."""
+
+    text: str
+    severity: str
+    scope: str
+    trace: str
+    resource: dict[str, Any]
+
+
 class Receiver:
     """`with Receiver() as receiver:` listens on two free ports, `receiver.http` and `receiver.grpc`.
 
@@ -60,6 +72,7 @@ class Receiver:
         self.mode = "works"
         self.spans: list[Span] = []
         self.metrics: list[Metric] = []
+        self.lines: list[Line] = []
         self.requests: list[str] = []
         self._arrived = threading.Condition()
         self._closed = threading.Event()
@@ -117,13 +130,17 @@ class Receiver:
             return True
         spans: list[Span] = []
         metrics: list[Metric] = []
+        lines: list[Line] = []
         if path.endswith("/traces"):
             spans = list(_spans(trace_service_pb2.ExportTraceServiceRequest.FromString(body)))
+        elif path.endswith("/logs"):
+            lines = list(_lines(logs_service_pb2.ExportLogsServiceRequest.FromString(body)))
         else:
             metrics = list(_metrics(metrics_service_pb2.ExportMetricsServiceRequest.FromString(body)))
         with self._arrived:
             self.spans += spans
             self.metrics += metrics
+            self.lines += lines
             self._arrived.notify_all()
         return False
 
@@ -190,6 +207,20 @@ def _spans(message: Any) -> Iterable[Span]:
                     [(x.trace_id.hex(), x.span_id.hex(), _attributes(x.attributes)) for x in span.links],
                     [(x.name, _attributes(x.attributes)) for x in span.events],
                 )  # fmt: skip
+
+
+def _lines(message: Any) -> Iterable[Line]:
+    for resource in message.resource_logs:
+        about = _attributes(resource.resource.attributes)
+        for scope in resource.scope_logs:
+            for record in scope.log_records:
+                yield Line(
+                    str(_value(record.body)),
+                    record.severity_text,
+                    scope.scope.name,
+                    record.trace_id.hex(),
+                    about,
+                )
 
 
 def _metrics(message: Any) -> Iterable[Metric]:

@@ -101,6 +101,8 @@ class LoadReport:
     seconds of the host's hooks by their class. ``peak_bytes`` is None unless this session set the process's highest
     mark: an older, higher one hides what a session used. ``trace_id`` and ``span_id`` are hexadecimal, and empty
     where no trace was recorded. ``tensors_not_sent``: of those that a complete load brings, what this one left out.
+    ``update_id`` is one for all ranks of an update, the session of the lowest of them: with one rank the session's own;
+    with several empty where they did not vote (first loads, loads that are only watched, a rank that failed before).
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -139,6 +141,11 @@ class LoadReport:
     trace_id: str = ""
     span_id: str = ""
     tensors_not_sent: int = 0
+    update_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.update_id and self.world_size == 1:
+            self.update_id = self.session_id
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what is not JSON already becomes text."""
@@ -176,7 +183,9 @@ class LoadReport:
             touched += f" {self.layers_untouched} untouched"
         how = "/".join(clean(part) for part in (self.isolation, self.storage) if part)
         parts = [
-            f"session {clean(self.session_id)} {clean(self.operation)} {clean(self.model)} rank{self.rank}:",
+            f"session {clean(self.session_id)}",
+            *([f"of update {clean(self.update_id)}"] if self._of_others() else []),
+            f"{clean(self.operation)} {clean(self.model)} rank{self.rank}:",
             f"{self.outcome.upper() if self.outcome in ('aborted', 'refused', 'poisoned') else self.outcome},",
             f"{self.tensors_received} tensors {format_bytes(self.bytes_received)}",
             *([f"({self.tensors_not_sent} not sent)"] if self.tensors_not_sent else []),
@@ -189,6 +198,10 @@ class LoadReport:
 
     def __str__(self) -> str:
         return "\n".join([*self._head(), *self._time(), *self._layers(), *self._trouble()])
+
+    def _of_others(self) -> bool:
+        """Whether the update goes by another name than this session."""
+        return self.update_id not in ("", self.session_id)
 
     def _serving(self) -> str:
         if self.operation == "first_load" and self.outcome in ("aborted", "refused"):
@@ -205,6 +218,7 @@ class LoadReport:
             ("source", clean(self.source)),
             ("opened by", clean(self.opened_by)),
             ("rank", f"{self.rank} of {self.world_size}"),
+            ("update", clean(self.update_id) if self.world_size > 1 else ""),
             ("weights", f"generation {self.generation}"),
             ("received", f"{self.tensors_received} tensors, {format_bytes(self.bytes_received)}"),
             ("isolation", _because(self.isolation, self.isolation_why)),

@@ -75,6 +75,10 @@ class RankExtension:
         """Rank and value."""
         return [self.rank, value]  # type: ignore[attr-defined]
 
+    def ranks_sdk(self) -> list[str]:
+        """What is loaded of OpenTelemetry's SDK and exporters."""
+        return sorted(n for n in sys.modules if n.startswith(("opentelemetry.sdk", "opentelemetry.exporter")))
+
     def ranks_sleep(self, seconds: float) -> None:
         """Be late."""
         time.sleep(seconds)
@@ -108,7 +112,7 @@ def main(a: str, b: str) -> dict[str, Any]:
         ]
 
     before = answers()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"sdk": llm.collective_rpc("ranks_sdk"), "telemetry": weightlife.status(llm)}
     last = "model.norm.weight"
     for name, (by, drop) in {
         "missing on one rank, by iterator": ("iterator", last),
@@ -117,7 +121,7 @@ def main(a: str, b: str) -> dict[str, Any]:
         "one rank's loader raises": ("fails", ""),
     }.items():
         heard = llm.collective_rpc("ranks_update", args=(b, 1, drop, by))
-        found[name] = {"heard": heard, "a_serves": answers() == before}
+        found[name] = {"heard": heard, "a_serves": answers() == before, "ids": ids(llm)}
     for name, by in {"by iterator": "iterator", "by start and finish": "layerwise"}.items():
         heard = llm.collective_rpc(
             "ranks_update", args=(b, 1, "", by, "model.layers.1.input_layernorm.weight")
@@ -125,6 +129,7 @@ def main(a: str, b: str) -> dict[str, Any]:
         found[f"one value on one rank, {name}"] = {"heard": heard, "a_serves": answers() == before}
     agreed = llm.collective_rpc("ranks_update", args=(b, -1, "", "layerwise"))
     found["agreed"] = {"heard": agreed, "changed": answers() != before}
+    found["ids"] = ids(llm)
     llm.collective_rpc("ranks_update", args=(a, -1, "", "iterator"))
     found["back"] = {"a_serves": answers() == before}
     llm.collective_rpc("ranks_lost", args=(1, True))
@@ -146,6 +151,13 @@ def main(a: str, b: str) -> dict[str, Any]:
     found["in step"]["answers"].append(llm.collective_rpc("ranks_echo", args=(7,)))
     found["in step"]["a_serves"] = answers() == before
     return found
+
+
+def ids(llm: Any) -> list[tuple[str, str, str]]:
+    """Session, update and log line of each rank's last load."""
+    import weightlife
+
+    return [(r.session_id, r.update_id, r.summary_line()) for r in weightlife.last_reports(llm)]
 
 
 def oracle_parameters() -> Any:

@@ -226,6 +226,11 @@ class TestTwoRanks:
         assert [receiver.above(s) for s in reloads] == [["collective_rpc reload_weights", "trainer sync"]] * 2
         assert len({s.resource["vllm.process_id"] for s in reloads}) == 2
         assert all(s.attributes["weightlife.activity.duration.ranks"] > 0 for s in reloads)
+        (lowest,) = (
+            s.attributes["weightlife.session.id"] for s in reloads if not s.attributes["weightlife.rank"]
+        )
+        assert {s.attributes["weightlife.update.id"] for s in reloads} == {lowest}
+        assert len({s.attributes["weightlife.session.id"] for s in reloads}) == 2
 
     def test_first_loads_hang_under_the_hosts_spans(self, two: Any) -> None:
         _, receiver = two
@@ -236,6 +241,7 @@ class TestTwoRanks:
         ]
         assert len(first) == 2
         assert [receiver.above(s)[0] for s in first] == ["Load model"] * 2
+        assert not any("weightlife.update.id" in s.attributes for s in first)  # they do not vote
 
     def test_metrics_come_from_every_worker(self, two: Any) -> None:
         _, receiver = two
@@ -278,11 +284,31 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
         post(port, "finish_weight_update", {}, HEADERS)
         post(port, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(a)}}, {})
         receiver.wait(lambda r: len(r.named("collective_rpc")) >= 4)
+        receiver.wait(lambda r: sum(" rank0: committed, " in line.text for line in r.lines) >= 3)
         yield receiver
 
 
 class TestServer:
-    """`vllm serve`, an HTTP client that sends the header of its span."""
+    """`opentelemetry-instrument vllm serve`, which alone installs weightlife, and a client that sends its span's header."""
+
+    def test_auto_instrumentation_made_the_provider_of_each_process(self, served: Receiver) -> None:
+        ours = [span for span in served.spans if span.scope == "weightlife"]
+        assert {span.resource["service.name"] for span in ours} == {"rollout"}
+        by_process = {span.name.partition(" ")[0]: span.resource for span in ours}
+        assert (
+            "telemetry.auto.version" in by_process["collective_rpc"]
+        )  # OpenTelemetry's distribution made it
+        assert len({resource["service.instance.id"] for resource in by_process.values()}) == 2
+        assert "weightlife.session.duration" in {metric.name for metric in served.metrics}
+
+    def test_one_log_line_a_session(self, served: Receiver) -> None:
+        """Of Python's logging, which whoever wants them exported has a handler for: here the distribution's."""
+        said = [line for line in served.lines if " rank0: committed, " in line.text]
+        assert [line.text.split()[2] for line in said] == ["first_load", "update", "reload"]
+        assert {(line.severity, line.scope) for line in said} == {("INFO", "weightlife")}
+        assert said[1].trace == "0af7651916cd43dd8448eb211c80319c"  # the client's
+        sessions = {s.attributes["weightlife.session.id"] for s in served.named("load_weights")}
+        assert {line.text.split()[1] for line in said} == sessions
 
     def test_the_clients_trace_goes_through_the_server_into_the_worker(self, served: Receiver) -> None:
         (update,) = (
@@ -309,15 +335,17 @@ class TestServer:
 def server(model: Path, port: int, endpoint: str, logs: Path) -> Iterator[None]:
     with (logs / "server").open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
+            [str(Path(sys.executable).with_name("opentelemetry-instrument")), sys.executable,
+             "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
              "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--block-size", "32",
              "--max-model-len", "256", "--max-num-seqs", "4", "--num-gpu-blocks-override", "256",
              "--skip-tokenizer-init", "--worker-extension-cls", "weightlife.testing.worker_ext.TestWorkerExtension",
-             "--weight-transfer-config", '{"backend": "weightlife_test_folder"}',
-             "--otlp-traces-endpoint", f"{endpoint}/v1/traces"],
+             "--weight-transfer-config", '{"backend": "weightlife_test_folder"}'],
             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
             env=environment(
-                **COMMON, WEIGHTLIFE="1", VLLM_SERVER_DEV_MODE="1", OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf"
+                **COMMON, WEIGHTLIFE_MODE="enforce", VLLM_SERVER_DEV_MODE="1", OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
+                OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf", OTEL_TRACES_EXPORTER="otlp", OTEL_METRICS_EXPORTER="otlp",
+                OTEL_LOGS_EXPORTER="otlp", OTEL_PYTHON_LOGGING_AUTO_INSTRUMENTATION_ENABLED="true",
             ),
         )  # fmt: skip
         try:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks commit together or not at all."""
+"""Two tensor-parallel ranks commit together or not at all; in an environment that has no OpenTelemetry SDK."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
-from tests.integration._child import result_of
+from tests.integration._child import ROOT, result_of
 from weightlife import errors
 from weightlife.testing import checkpoints
 
@@ -17,7 +18,26 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pair = checkpoints.pair("qwen2", tmp_path_factory.mktemp("ranks"))
-    return result_of("_rank_job", pair.a, pair.b, timeout=420)
+    # Python runs it at the start of each process: what is asked for under these names is not installed.
+    without = tmp_path_factory.mktemp("without")
+    (without / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Without())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(without), str(ROOT)])}
+    return result_of("_rank_job", pair.a, pair.b, timeout=420, env=env)
+
+
+def test_without_an_sdk_there_are_reports_and_no_provider(found: dict[str, Any]) -> None:
+    assert found["sdk"] == [[], []]
+    said = found["telemetry"]
+    for process in (said, *said["workers"]):
+        assert (process["telemetry"]["traces"], process["telemetry"]["metrics"]) == ("none", "none"), process
+    assert all(line for _, _, line in found["ids"])
 
 
 @pytest.mark.parametrize(
@@ -32,6 +52,11 @@ def test_ranks_that_disagree_keep_the_old_weights(found: dict[str, Any], case: s
     assert all(heard), f"a rank committed alone: {heard}"
     assert isinstance(errors.from_message(heard[0]), errors.RankMismatchError), heard
     assert found[case]["a_serves"]
+    (first, update, _), (_, of_the_other, _) = found[case]["ids"]
+    assert update == first
+    assert of_the_other == (
+        "" if "raises" in case else first
+    )  # one that failed before the vote has not heard it
 
 
 @pytest.mark.parametrize("by", ["by iterator", "by start and finish"])
@@ -58,6 +83,12 @@ def test_a_rank_that_takes_another_ones_shard(found: dict[str, Any]) -> None:
 def test_ranks_that_agree_commit(found: dict[str, Any]) -> None:
     assert found["agreed"] == {"heard": ["", ""], "changed": True}
     assert found["back"]["a_serves"]
+    (first, *_), (second, *_) = found["ids"]
+    assert first != second
+    assert [update for _, update, _ in found["ids"]] == [first, first]
+    assert [f"session {first} " in found["ids"][0][2], f"of update {first} " in found["ids"][1][2]] == [
+        True
+    ] * 2
 
 
 def test_answers_stay_with_their_questions_after_a_failure(found: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docker-compose.yml and Jaeger's configuration agree with each other (no Docker engine needed)."""
+"""The files for Docker agree with each other and with what is emitted; test_schemas.py holds each to its schema."""
 
 from __future__ import annotations
 
@@ -97,36 +97,6 @@ def test_every_file_that_is_mounted_is_there_and_read_only(compose):
             if source.startswith("."):
                 assert (ROOT / source).is_file(), source
                 assert mode == "ro"
-
-
-def test_keys_are_those_of_the_compose_specification(compose):
-    """A misspelt key would be refused by Docker, on the machine of somebody else."""
-    assert set(compose) <= {"services", "volumes", "x-jaeger-image"}
-    legal = {
-        *(
-            "image",
-            "command",
-            "entrypoint",
-            "user",
-            "network_mode",
-            "restart",
-            "volumes",
-            "ports",
-            "depends_on",
-        ),
-        *("healthcheck", "stop_grace_period", "profiles", "environment"),
-    }
-    for service in compose["services"].values():
-        assert set(service) <= legal
-        assert set(service.get("healthcheck", {})) <= {
-            "test",
-            "interval",
-            "timeout",
-            "retries",
-            "start_period",
-        }
-        assert service["restart"] in ("no", "unless-stopped")
-        assert all(isinstance(value, str) for value in service.get("environment", {}).values())
 
 
 def test_every_named_volume_is_declared_and_used(compose):
@@ -310,7 +280,6 @@ class TestMetrics:
                 }
                 assert by <= set.union(*(legal[name] for name in names))
                 assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= by
-                assert expression.count("(") == expression.count(")")
         boxes = [tuple(panel["gridPos"][k] for k in "xywh") for panel in board["panels"]]
         assert len({box[:2] for box in boxes}) == len(boxes)
         covered = {name.removesuffix("_total") for name in asked}
@@ -333,22 +302,6 @@ class TestUserInterface:
     def test_the_file_is_mounted_where_jaeger_is_told_to_look(self, jaeger, config):
         path = config["extensions"]["jaeger_query"]["ui"]["config_file"]
         assert _mounts(jaeger)[path] == ("./otel/jaeger-ui.json", "ro")
-
-    def test_keys_and_types_are_those_of_jaegers_configuration(self, ui):
-        """Of `Config` in jaeger-ui's packages/jaeger-ui/src/types/config.ts: the keys that are used here."""
-        assert set(ui) <= {
-            "themes",
-            "criticalPathEnabled",
-            "topTagPrefixes",
-            "linkPatterns",
-            "search",
-            "menu",
-        }
-        for pattern in ui["linkPatterns"]:
-            assert set(pattern) == {"type", "url", "text"} | (
-                {"key"} if pattern["type"] != "traces" else set()
-            )
-            assert pattern["type"] in ("process", "tags", "logs", "traces")
 
     def test_link_patterns_are_about_what_is_emitted(self, ui):
         from weightlife.otel import names
@@ -377,16 +330,6 @@ class TestUserInterface:
         board = json.loads((ROOT / "otel" / "grafana" / "weightlife.json").read_text(encoding="utf-8"))
         assert target.path == f"/d/{board['uid']}"
         assert (target.hostname, target.port) == _published(compose["services"]["grafana"])[3000]
-
-
-# Of config.schema.yaml in the collector's processor/tailsamplingprocessor: what the policies used here may hold.
-POLICIES = {
-    "status_code": {"status_codes"},
-    "string_attribute": {"key", "values", "enabled_regex_matching", "cache_max_size", "invert_match"},
-    "latency": {"threshold_ms", "upper_threshold_ms"},
-    "probabilistic": {"sampling_percentage", "hash_salt"},
-    "and": {"and_sub_policy"},
-}
 
 
 def kept(policy: dict[str, Any], trace: list[dict[str, Any]]) -> bool:
@@ -420,14 +363,6 @@ class TestTailSampling:
     def policies(self, sampling: dict[str, Any]) -> list[dict[str, Any]]:
         top = sampling["policies"]
         return [*top, *(sub for policy in top for sub in policy.get("and", {}).get("and_sub_policy", []))]
-
-    def test_policies_are_those_of_the_schema(self, sampling):
-        assert set(sampling) <= {"decision_wait", "num_traces", "expected_new_traces_per_sec", "policies"}
-        every = self.policies(sampling)
-        assert len({policy["name"] for policy in every}) == len(every)
-        for policy in every:
-            assert set(policy) == {"name", "type", policy["type"]}
-            assert set(policy[policy["type"]]) <= POLICIES[policy["type"]]
 
     def test_attributes_and_values_are_those_that_are_emitted(self, sampling):
         from weightlife.otel import generate_names

@@ -293,6 +293,27 @@ class TestView:
         ]  # fmt: skip
         assert [s.report.rank for s in found[0].ranks] == [0, 1, 2, 3]
 
+    @pytest.mark.parametrize(
+        ("of", "apart", "together"),
+        [
+            (["a", "a"], 3600.0, True),
+            (["a", "b"], 0.0, False),
+            (["a", ""], 0.0, True),
+            (["", ""], 0.0, True),
+            (["a", ""], 3600.0, False),
+        ],
+    )
+    def test_the_ranks_vote_decides_before_their_clocks(
+        self, tmp_path: Path, of: list[str], apart: float, together: bool
+    ) -> None:
+        maker = runmaker.Maker(tmp_path)
+        begun = maker.now
+        for rank, update in enumerate(of):
+            maker.now = begun + int(rank * apart * 1e9)
+            maker.load(rank=rank, world_size=2, update_id=update)
+        found = view.updates(read_run(maker.done()))
+        assert [[s.report.rank for s in u.ranks] for u in found] == ([[0, 1]] if together else [[0], [1]])
+
     def test_a_rank_that_stored_nothing_is_missed(self, tmp_path: Path) -> None:
         maker = runmaker.Maker(tmp_path)
         maker.load(ranks=2)

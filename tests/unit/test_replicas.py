@@ -27,6 +27,7 @@ from tests.toyhost import (
 )
 from weightlife import errors
 from weightlife._engine import replicas
+from weightlife._engine.ranks import update_id
 
 LEAN: dict[str, Any] = {"isolation": "in_place", "storage": "pinned"}
 
@@ -179,6 +180,24 @@ def test_one_value_on_one_rank(name: str, settings: dict[str, Any]) -> None:
     ]
     assert ranks.update(good) == [None, None]
     assert ranks.exact()
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_all_ranks_call_an_update_by_the_lowest_ones_session(spoilt: bool) -> None:
+    ranks = Ranks()
+    good = ranks.checkpoint(1)
+    other = changed(good, "norm.weight", one_value) if spoilt else good
+    heard = ranks.update(good, other)
+    assert [isinstance(error, errors.RankMismatchError) for error in heard] == [spoilt] * 2
+    first, *_ = reports = [served.life.reports[-1] for served in ranks.served]
+    assert [report.update_id for report in reports] == [first.session_id] * 2
+    assert len({report.session_id for report in reports}) == 2
+
+
+def test_a_rank_without_a_session_leaves_the_name_to_the_next_and_one_that_did_not_come_too() -> None:
+    assert update_id([[0, 0, 0], [1, 5, 0xAB], [1, 5, 0xCD]]) == "0000000000ab"
+    assert update_id([[0, 0], [1, 5, 0xAB, 1, 2, 3, 4]]) == "0000000000ab"
+    assert update_id([[0, 0, 0], [0, 0]]) == ""
 
 
 def test_without_undo_it_poisons_and_a_good_update_heals() -> None:

@@ -69,6 +69,17 @@ def test_round_trip() -> None:
     assert LoadReport.from_dict(LoadReport().to_dict()) == LoadReport()
 
 
+def test_an_update_of_one_rank_is_its_session_and_one_of_several_is_what_they_voted() -> None:
+    alone = LoadReport(session_id="s1")
+    assert alone.update_id == "s1"
+    assert "update" not in str(alone) + alone.summary_line()
+    several = LoadReport(session_id="s1", rank=1, world_size=2)
+    assert several.update_id == ""
+    several.update_id = "s0"
+    assert "session s1 of update s0 reload" in several.summary_line()
+    assert "  update       s0" in str(several)
+
+
 def test_to_dict_is_a_deep_copy() -> None:
     report = full()
     data = report.to_dict()
@@ -91,7 +102,7 @@ def test_the_fields_of_schema_1() -> None:
         *("generation", "isolation", "isolation_why", "storage", "storage_why", "started_at", "seconds"),
         *("phases", "layers_by_strategy", "layers", "tensors_received", "bytes_received", "layers_touched"),
         *("layers_untouched", "contract_changes", "violations", "notes", "outcome", "error", "versions"),
-        *("peak_bytes", "tensors_not_sent"),
+        *("peak_bytes", "tensors_not_sent", "update_id"),
     }
     assert set(data["phases"][0]) >= {"name", "seconds", "calls"}
     assert set(data["layers"][0]) >= {"name", "strategy", "reason", "touched", "bytes"}

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import nn
 import weightlife
 from tests import plainnet
 from tests.plainnet import nets
-from tests.toyhost import KINDS, WIDTH, Boom, Layer, Served, ToyModel, faults, parameter, unchanged
+from tests.toyhost import KINDS, WIDTH, Boom, Layer, Served, ToyHost, ToyModel, faults, parameter, unchanged
 from weightlife import errors
 from weightlife._engine import groups, lifecycle, proof, rehearsal, runtime
 from weightlife._engine.equal import unequal
@@ -489,6 +491,23 @@ class TestMemory:
         )
         assert seen[-1][0] == seen[-1][1] > 0
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+    @pytest.mark.parametrize(
+        ("rank", "terminal", "shown"), [(0, True, True), (1, True, False), (0, False, False)]
+    )
+    def test_one_bar_on_a_terminal_by_the_first_rank(
+        self, monkeypatch: pytest.MonkeyPatch, rank: int, terminal: bool, shown: bool
+    ) -> None:
+        written = io.StringIO()
+        written.isatty = lambda: terminal  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stderr", written)
+        monkeypatch.setattr(ToyHost, "rank", lambda _: (rank, 2))
+        monkeypatch.setattr(ToyHost, "exchange", lambda _, words: [words, words])
+        served = hookless(ALL)
+        weightlife.verify(served.model, _Files(served.weights))
+        said = written.getvalue()
+        assert ("\rverify 100 %" in said) is shown
+        assert said == "" if not shown else said.endswith("\r" + " " * 14 + "\r")
 
 
 class TestReport:

@@ -94,8 +94,10 @@ def observe(
     """
     if life.observing:
         return call(*args, **kwargs)
+    rank, world = life.host.rank()
     report = LoadReport(
         session_id=uuid.uuid4().hex[:12], model=life.name, operation="reload", opened_by=what,
+        rank=rank, world_size=world,
         generation=life.generation, versions=life.host.versions(), outcome="observed",
         started_at=datetime.now(timezone.utc).isoformat(),
         notes=[f"the host's own path: {why or life.observed or 'mode is observe'}"],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weightlife import errors
@@ -21,6 +22,15 @@ def stream_digest(session: WeightLoadSession) -> int:
     return total
 
 
+def update_id(everyone: Sequence[Sequence[int]]) -> str:
+    """The session of the lowest rank that has one: what all ranks of an update call it. Empty: no rank has one.
+
+    Args:
+        everyone: each rank's words; a rank that did not come in time has fewer.
+    """
+    return next((f"{words[2]:012x}" for words in everyone if len(words) > 2 and words[2]), "")
+
+
 class Ballot:
     """One model's votes. Ranks of one engine make the same calls in the same order, so votes pair up."""
 
@@ -36,11 +46,13 @@ class Ballot:
         rank, world = self.host.rank()
         if world == 1:
             return
-        words = [int(ok), 0 if session is None else stream_digest(session)]
+        words = [int(ok), *((0, 0) if session is None else (stream_digest(session), int(session.id, 16)))]
         held = None if session is None or not ok else session.held
         if held is not None:
             words += held.words
         everyone = self.host.exchange(words)
+        if session is not None:
+            session.report.update_id = update_id(everyone)
         if not ok:
             return  # this rank has its own error to raise
         failed = [i for i, other in enumerate(everyone) if not other[0]]
@@ -51,6 +63,6 @@ class Ballot:
                 f"{what}; rank {rank} does not commit", model=model, session=session.id if session else ""
             )
         if session is not None and held is not None:
-            problem = held.problem([other[2:] for other in everyone])
+            problem = held.problem([other[3:] for other in everyone])
             if problem is not None:
                 session.problem(problem, session.settings.rank_values)

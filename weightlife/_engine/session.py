@@ -62,7 +62,7 @@ class WeightLoadSession:
         settings: Settings | None = None,
     ) -> None:
         self.life = life
-        self.id = uuid.uuid4().hex[:12]
+        self.id = uuid.uuid4().hex[:12]  # 48 bits: a word of the ranks' vote
         self.opened_by = opened_by
         self.explicit = explicit
         self.partial = partial

@@ -221,6 +221,7 @@ def _facts(update: Update) -> list[tuple[str, str]]:
     trace = report_field(update.ranks[0], "trace_id")
     rows = [
         ("session", report.session_id),
+        ("update", report.update_id if report.world_size > 1 else ""),
         ("source", report.source),
         ("opened by", report.opened_by),
         ("weights", f"generation {report.generation}"),

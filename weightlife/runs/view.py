@@ -127,9 +127,10 @@ class Problem:
 
 
 def updates(run: Run) -> list[Update]:
-    """Sessions of several ranks that are one load: same model and operation, other ranks, overlapping in time.
+    """Sessions of several ranks that are one load: of one update, as they voted, with the same model and operation.
 
-    Clocks of several machines differ: within two seconds counts as overlapping.
+    Where one has not voted (a first load, a failure before it), overlapping in time decides. Clocks of several machines
+    differ: within two seconds counts as overlapping.
     """
     found: list[Update] = []
     for session in sorted(run.sessions, key=lambda s: (s.start_ns, s.report.rank)):
@@ -141,13 +142,20 @@ def updates(run: Run) -> list[Update]:
                 == (first.model, first.operation, first.world_size)
                 and report.world_size > 1
                 and all(report.rank != s.report.rank for s in update.ranks)
-                and session.start_ns <= max(s.end_ns for s in update.ranks) + 2_000_000_000
+                and _together(session, update)
             ):
                 update.ranks = sorted([*update.ranks, session], key=lambda s: s.report.rank)
                 break
         else:
             found.append(Update(len(found) + 1, [session]))
     return found
+
+
+def _together(session: StoredSession, update: Update) -> bool:
+    voted = {s.report.update_id for s in update.ranks} - {""}
+    if session.report.update_id and voted:
+        return voted == {session.report.update_id}
+    return session.start_ns <= max(s.end_ns for s in update.ranks) + 2_000_000_000
 
 
 def result(update: Update) -> str:
