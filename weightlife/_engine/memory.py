@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest mark of memory, where it can be told for nothing."""
+"""Memory round a load: its highest mark, where that can be told for nothing, and what the collector need not look at."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,4 +34,29 @@ def peak(before: int | None, after: int | None) -> int | None:
     return after if before is not None and after is not None and after > before else None
 
 
-__all__ = ["high_water", "peak"]
+_aside = False  # by us: counting a million frozen objects takes 10 ms
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Have the garbage collector leave alone what was there before, for the length of a first load.
+
+    A host collects between loading and processing and after it, to be rid of what the load left. Each time the collector
+    walks over all that the process has imported, too: 1.1 million objects and 0.43 s in a vLLM process. What was garbage
+    before is found by the first full collection after the load. Where objects are frozen already, by an outer load or by
+    the program, nothing is done: to thaw them is not ours.
+    """
+    global _aside
+    mine = not _aside and gc.get_freeze_count() == 0
+    if mine:
+        _aside = True
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
+            _aside = False
+
+
+__all__ = ["high_water", "peak", "set_aside"]

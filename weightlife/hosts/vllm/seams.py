@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import wrapt
 
 from weightlife import errors
-from weightlife._engine import guard, lifecycle, registry
+from weightlife._engine import guard, lifecycle, memory, registry
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
 from weightlife.hosts.vllm import caches, remote
@@ -150,8 +151,10 @@ def check_skipped_aliases(wrapped: Any, instance: Any, args: Args, kwargs: Kwarg
 
 
 def load_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A loader that forgot the processing gets it done."""
-    model = wrapped(*args, **kwargs)
+    """A loader's collections look at what it made; one that forgot the processing gets it done."""
+    enforced = runtime.installed() and runtime.settings().mode == "enforce"
+    with memory.set_aside() if enforced else nullcontext():
+        model = wrapped(*args, **kwargs)
     life = _ready(model)
     if life is not None and life.first is not None and isinstance(life.host, VllmHost):
         from vllm.model_executor.model_loader import utils
