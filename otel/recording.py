@@ -33,7 +33,7 @@ MAX_LAYER_SPANS = 512
 _LAYER = "process_layer"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Run:
     """One run of a phase, or several folded into one."""
 
@@ -46,7 +46,7 @@ class _Run:
     error: tuple[str, str] | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Phase:
     """All runs of one phase: the first few one by one, and their sum."""
 
@@ -55,7 +55,7 @@ class _Phase:
     open: list[_Run] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class _Layer:
     path: str
     hook: str

@@ -44,16 +44,16 @@ MESSAGE_CHARS = 2000
 HINT_CHARS = 500
 TENSORS_SHOWN = 8
 
-_CODE = re.compile(r"\[(WL\d{3})\]")
-_TAIL = re.compile(r"\((?=(?:model|layer|tensors|session)=|next:)")
-_FIELD = re.compile(r"(model|layer|session)=([^\s,;()\[\]]*)")
-_TENSORS = re.compile(r"tensors=\[([^\s,;()\[\]]*(?:, [^,;()\[\]]*)*)(\]?)")
-_OMITTED = re.compile(r"\+(\d{1,9}) more")
+# Compiled by the first error that is read or shown (1 ms, which no start-up pays); `re` keeps them.
+_CODE = r"\[(WL\d{3})\]"
+_TAIL = r"\((?=(?:model|layer|tensors|session)=|next:)"
+_FIELD = r"(model|layer|session)=([^\s,;()\[\]]*)"
+_TENSORS = r"tensors=\[([^\s,;()\[\]]*(?:, [^,;()\[\]]*)*)(\]?)"
+_OMITTED = r"\+(\d{1,9}) more"
 # Alone on its line, as Python prints it: a message that quotes the phrase is one line with more on it.
-_CHAINED = re.compile(
-    r"^[ \t|]*(?:The above exception was the direct cause of the following exception"
-    r"|During handling of the above exception, another exception occurred):[ \t]*$",
-    re.MULTILINE,
+_CHAINED = (
+    r"(?m)^[ \t|]*(?:The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred):[ \t]*$"
 )
 _NEXT = "next: "
 # Bare in a value besides ASCII letters and digits: nothing that this format, a quoted Python or JSON string,
@@ -100,14 +100,14 @@ def _shorten(text: str, limit: int) -> str:
 
 def prose(text: object, limit: int) -> str:
     """Free text with everything defused that the parser would take for a code or for the context."""
-    line = _CODE.sub(r"\1:", clean(text, 4 * limit).strip())
-    return _shorten(_TAIL.sub("( ", line), limit).strip()
+    line = re.sub(_CODE, r"\1:", clean(text, 4 * limit).strip())
+    return _shorten(re.sub(_TAIL, "( ", line), limit).strip()
 
 
 def _encode(value: object) -> str:
     """A value of the context: percent-encoded UTF-8 outside letters, digits and a few marks."""
     text = _shorten(str(value), NAME_CHARS)
-    if _CODE.fullmatch(f"[{text}]"):  # a lone tensor stands in brackets, as a code does
+    if re.fullmatch(_CODE, f"[{text}]"):  # a lone tensor stands in brackets, as a code does
         return f"%{ord(text[0]):02X}{text[1:]}"
     return "".join(
         ch
@@ -176,8 +176,8 @@ def render(
 def find(text: str, known: Iterable[str]) -> Parsed | None:
     """The first error in ``text`` whose code is in ``known``; of a chained traceback, in its last part."""
     codes = frozenset(known)
-    for part in reversed(_CHAINED.split(text)):
-        for match in _CODE.finditer(part):
+    for part in reversed(re.split(_CHAINED, text)):
+        for match in re.finditer(_CODE, part):
             if match[1] in codes:
                 return _parse(match[1], part[match.end() :].split("\n", 1)[0])
     return None
@@ -185,10 +185,10 @@ def find(text: str, known: Iterable[str]) -> Parsed | None:
 
 def _parse(code: str, line: str) -> Parsed:
     # the next code in the same line belongs to another error
-    following = _CODE.search(line)
+    following = re.search(_CODE, line)
     if following is not None:
         line = line[: following.start()]
-    tail = _TAIL.search(line)
+    tail = re.search(_TAIL, line)
     if tail is None:
         return Parsed(code, line.strip())
     result = Parsed(code, line[: tail.start()].strip())
@@ -211,12 +211,12 @@ def _parse_context(result: Parsed, body: str, whole: bool) -> None:
     """Read ``key=value, ...; next: hint``; a last value that a cut may have shortened is dropped."""
     position = 0
     while not body.startswith(_NEXT, position):
-        match = _FIELD.match(body, position) or _TENSORS.match(body, position)
+        match = re.compile(_FIELD).match(body, position) or re.compile(_TENSORS).match(body, position)
         if match is None:
             return
         end = match.end()
         ended = body.startswith((", ", "; "), end) or (whole and end == len(body))
-        if match.re is _TENSORS:
+        if match.re.pattern == _TENSORS:
             closed = bool(match[2])
             items = match[1].split(", ")
             _take_tensors(result, items if closed else items[:-1])
@@ -231,7 +231,7 @@ def _parse_context(result: Parsed, body: str, whole: bool) -> None:
 
 def _take_tensors(result: Parsed, items: list[str]) -> None:
     for item in items:
-        count = _OMITTED.fullmatch(item)
+        count = re.fullmatch(_OMITTED, item)
         if count is not None:
             result.omitted = int(count[1])
         elif item:

@@ -37,7 +37,7 @@ CopyBackend = Literal["auto", "triton", "foreach", "copy"]
 Digests = Literal["off", "commit"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_SIZE = re.compile(r"(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
+_SIZE = r"(?i)(\d+)\s*(|B|K|KB|KiB|M|MB|MiB|G|GB|GiB|T|TB|TiB)"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -403,7 +403,7 @@ def _parse_int(text: str) -> int | None:
 
 def _parse_size(text: str) -> int | None:
     """Bytes of '123', '8GiB' (1024) or '8GB' (1000); a lone letter counts as binary, as in most tools."""
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text)
     if match is None:
         return None
     unit = match[2].lower()

@@ -60,7 +60,6 @@ The text of an error is one line, whose format ``_errortext`` describes::
 
 from __future__ import annotations
 
-import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -175,7 +174,7 @@ class WeightlifeError(Exception):
 
 
 def _register(cls: type[WeightlifeError]) -> None:
-    if not re.fullmatch(r"WL\d{3}", cls.code):
+    if not (len(cls.code) == 5 and cls.code[:2] == "WL" and cls.code[2:].isdecimal()):
         raise TypeError(f"{cls.__name__}.code must be WL and three digits, not {cls.code!r}")
     other = _REGISTRY.get(cls.code)
     # A module may be executed twice (reload); two different classes may not share a code.

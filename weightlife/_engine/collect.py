@@ -29,7 +29,7 @@ _MEMBER = "member"  # an element of a set: it has no key, so it is known by a we
 _SCALAR = "_float"  # `x_float` beside `x`: the host's own copy of a device scalar
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Step:
     """One step from a holder (`parent`, -1: a root) to a value."""
 
@@ -344,7 +344,7 @@ def get(holder: Any, key: slots.Key) -> Any:
 
 # -- storage that a user declares ------------------------------------------------------------------------------
 
-_PART = re.compile(r"\.?(\w+)|\[(-?\d+)\]|\[(?:'([^'\]]*)'|\"([^\"\]]*)\")\]")
+_PART = r"\.?(\w+)|\[(-?\d+)\]|\[(?:'([^'\]]*)'|\"([^\"\]]*)\")\]"
 
 
 def locate(model: torch.nn.Module, path: str) -> tuple[str, Any, slots.Key]:
@@ -367,7 +367,7 @@ def locate(model: torch.nn.Module, path: str) -> tuple[str, Any, slots.Key]:
     parts: list[tuple[bool, Any]] = []
     position = 0
     while position < len(rest):
-        match = _PART.match(rest, position)
+        match = re.compile(_PART).match(rest, position)
         if match is None:
             raise LookupError(f"{rest[position:]!r} is no attribute or item")
         position = match.end()

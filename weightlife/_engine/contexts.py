@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class LoadContext:
     """Default dtype and gradient mode of the first processing."""
 

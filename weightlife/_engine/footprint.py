@@ -36,7 +36,7 @@ Restore = dict[int, dict[slots.Key, Any]]
 """Holder id -> slot -> constructor's value (`Token` for a tensor, `ABSENT` where there was none)."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class LayerPlan:
     """How one module is reloaded, and why: `direct`, `rebuild` or `refuse`."""
 
@@ -45,7 +45,7 @@ class LayerPlan:
     reason: str
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Plan:
     """What a reload of a model restores, by holder, and the strategy of every layer with tensors."""
 

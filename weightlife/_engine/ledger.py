@@ -125,7 +125,7 @@ def covered(numel: int, regions: Iterable[Region]) -> bool:
     return tiled(numel, regions) or bool((counts(numel, regions) > 0).all())
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StorageLedger:
     """What was written to one storage of `numel` elements, by region with multiplicity."""
 

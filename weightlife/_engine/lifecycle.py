@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import collect, contract, ranks, registry, replicas, runtime, slots
+from weightlife._engine import collect, contract, ranks, registry, runtime, slots
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.events import MANIFEST, bus
 from weightlife._engine.first_load import FirstLoad
@@ -37,6 +37,7 @@ from weightlife.hosts.protocol import Host
 from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
+    from weightlife._engine import replicas
     from weightlife._engine.seal import Seal
     from weightlife._engine.session import WeightLoadSession
     from weightlife._engine.streaming import Unit
@@ -109,7 +110,6 @@ class Lifecycle(Teller):
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
-        self.replicas = replicas.Memory()
         registry.enter(self, model)
 
     def __del__(self) -> None:
@@ -143,6 +143,13 @@ class Lifecycle(Teller):
         from weightlife._engine.seal import Seal
 
         return Seal(self)
+
+    @functools.cached_property
+    def replicas(self) -> replicas.Memory:
+        """What is kept of values across ranks."""
+        from weightlife._engine import replicas
+
+        return replicas.Memory()
 
     def layer_path(self, ident: int) -> str:
         """Module path by id, for messages."""

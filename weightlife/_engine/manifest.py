@@ -73,7 +73,7 @@ class Received:
             self.number, self.part = -1, None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Manifest:
     """Expected regions by storage number, and by source name what it wrote.
 

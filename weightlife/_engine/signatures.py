@@ -17,7 +17,7 @@ OVERWRITING = COPY_OPERATORS | {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Signature:
     """Which arguments of an operator are written, and whether it only makes views."""
 

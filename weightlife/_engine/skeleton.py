@@ -46,7 +46,7 @@ class Token:
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Composite:
     """Stands for an immutable container that holds tensors: it is made anew, with placeholders in it."""
 
@@ -75,7 +75,7 @@ class Composite:
         return None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class TensorSkeleton:
     """One tensor as the constructor made it. Shape, stride and offset in elements of its dtype."""
 
@@ -91,7 +91,7 @@ class TensorSkeleton:
     path: str
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StorageSkeleton:
     """One storage as the constructor made it: size in bytes, device, and where views of it sit."""
 
@@ -121,16 +121,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """The identity of a tensor's storage while it lives, or None where there is none to speak of."""
-    if (
-        tensor.is_meta
-        or tensor.layout is not torch.strided
-        or is_uninitialized(tensor)
-        or tensor.is_quantized
-    ):
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    if type(tensor) not in _PLAIN and _wraps(tensor):
-        return None  # its outer storage has no memory
-    return int(tensor.untyped_storage()._cdata)
+    # Of a class that wraps, the outer storage has no memory.
+    if type(tensor) not in _PLAIN and (is_uninitialized(tensor) or _wraps(tensor)):
+        return None
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:

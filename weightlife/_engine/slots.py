@@ -54,7 +54,7 @@ MAX_DEPTH = 5
 MAX_ITEMS = 4096
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Holder:
     """One object with slots. `owners` are the ids of the modules from which it is reached.
 
@@ -70,7 +70,7 @@ class Holder:
         return isinstance(self.obj, torch.nn.Module)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Window:
     """One slot of an object whose other slots are nobody's business: storage that a user declared."""
 

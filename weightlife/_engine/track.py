@@ -15,7 +15,7 @@ from weightlife._engine import ledger
 from weightlife._engine.ledger import Region, region
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Track:
     """One storage of the model during a session.
 

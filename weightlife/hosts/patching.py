@@ -61,7 +61,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self.__wrapped__.__qualname__
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Applied:
     """What was done for one seam: every (owner, attribute) that now holds the wrapper."""
 
