@@ -246,7 +246,7 @@ of the ratios of pairs, weightlife over stock, with its quartiles; `~` marks a s
 - **engine start-up**: the wall time of `LLM(...)` in a fresh process (weightlife: `install()` included; eager,
   no tokenizer, which keeps everything else short and the ratio strict). A second row adds the start of the process
   and the host's imports, as whoever waits for a server does. Two full garbage collections of the host's fall into a
-  first load; under weightlife they look at what the load made, and at nothing that was there before.
+  first load; under weightlife one pass comes before it, and these two look at what the load made alone.
 - **load phase**: inside the loader's `load_weights` and `process_weights_after_loading`, for a first load.
 - **reload**: one `reload_weights`, by path (a checkpoint in the page cache) or from tensors in memory, by isolation
   and storage. `[leanest]` is the exact mode with the smallest peak, of those within five per cent of it the fastest:

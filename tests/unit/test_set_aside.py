@@ -30,18 +30,20 @@ def _thawed() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_the_load_leaves_is_collected_and_what_was_there_before_later() -> None:
+def test_garbage_of_before_is_gone_and_what_the_load_leaves_is_collected() -> None:
     gc.collect()
     gc.disable()  # no pass but those that are asked for
     older = weakref.ref(Knot())
+    kept = Knot()
     with memory.set_aside():
+        assert older() is None  # its memory may be needed
+        reference, kept = weakref.ref(kept), None  # type: ignore[assignment]
         newer = weakref.ref(Knot())
         gc.collect()
         assert newer() is None
-        assert older() is not None
-    gc.enable()
+        assert reference() is not None  # it was in use as the load began
     gc.collect()
-    assert older() is None
+    assert reference() is None
 
 
 def test_an_inner_load_leaves_it_to_the_outer_one() -> None:
