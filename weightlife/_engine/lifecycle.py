@@ -106,6 +106,7 @@ class Lifecycle(Teller):
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self.links: list[tuple[int, int]] = []  # layers of which one needs the other when it is rebuilt
         self.loader: Callable[[Any], Any] | None = None  # of a plain module, where it was wrapped
+        self.first_by = ""  # the asynchronous loader whose first load waits for something
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
