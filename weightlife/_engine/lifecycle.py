@@ -297,12 +297,15 @@ class Lifecycle(Teller):
                 session = self.open("load_weights", "implicit", False, self.settings.partial_update)
             token = current.set(session)
             try:
-                return session.receive(load, weights)
+                out = session.receive(load, weights)
             except BaseException as error:
                 self.abort(error)
                 raise
             finally:
                 current.reset(token)
+            if session.ends_with_call:
+                self.finish("the end of load_weights, which its loader said to be that of the update")
+            return out
 
     def end_implicit(self) -> None:
         """An implicit session left open ends where an explicit one begins: committed if whole, else dropped."""

@@ -78,6 +78,7 @@ class WeightLoadSession:
         self.operators: CustomOperators | None = None
         self.voted = False
         self.whole = False  # one call of the host receives everything: control does not return in between
+        self.ends_with_call = False  # its loader said that the update ends with the call that is running
         self.refresh = False  # process again what a client may have written in place
         self.idle: set[int] = set()
         self.processed: set[int] = set()
