@@ -256,6 +256,28 @@ class TestWithoutAStream:
             load(net, dict(C[1:]))  # the loader's own word, unchanged
         assert serves(net) == "B"
 
+    @pytest.mark.parametrize("way", ["assign", "data"])
+    def test_one_that_replaces_parameters(self, way: str) -> None:
+        def replacing(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+            if way == "assign":
+                model.load_state_dict(state, assign=True, strict=False)
+                return
+            for name, tensor in state.items():
+                model.get_parameter(name).data = tensor
+
+        mine = [{name: tensor.clone() for name, tensor in weights} for weights in (A, B)]
+        load, net = weightlife.wrap_loader(replacing), Net()
+        load(net, mine[0])
+        assert serves(net) == "A"
+        load(net, mine[1])
+        assert (serves(net), outcome(net)) == ("B", "committed")
+        with pytest.raises(errors.MissingTensorError):
+            load(net, dict(C[:-1]))
+        assert serves(net) == "B"
+        load(net, dict(C))
+        for sent, original in zip(mine, (A, B), strict=True):  # no commit wrote into them
+            assert all(torch.equal(sent[name], tensor) for name, tensor in original)
+
     def test_no_argument_at_all(self) -> None:
         now = [A]
         load, net = weightlife.wrap_loader(lambda model: copy_all(model, now[0])), Net()

@@ -402,10 +402,12 @@ class WeightLoadSession:
     def note_replaced(self) -> None:
         """Enter what a loader replaced instead of writing it."""
         assert self.stage is not None
-        self.stage.note_replaced()
+        sources = self.intake.sources
+        placed = self.stage.note_replaced(sources)
         if self.kernel_format:
             return
-        for path, write in self.stage.note_assigned(self.life.manifest.casts, self.intake.sources).items():
+        placed.update(self.stage.note_assigned(self.life.manifest.casts, sources))
+        for path, write in placed.items():
             entry = self.intake.received.get(path)
             if entry is not None and not entry.writes:
                 entry.wrote(*write)

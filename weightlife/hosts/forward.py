@@ -92,8 +92,8 @@ def process_first(model: torch.nn.Module, life: Lifecycle) -> None:
 
 def _process_now(model: torch.nn.Module, life: Lifecycle) -> None:
     first, host = life.first, life.host
-    if first is None or not (first.received or first.expected or first.irregular):
-        return  # nothing came yet, by name or without one
+    if first is None or not first.came:
+        return
     if life.first_by:
         raise errors.SessionStateError(
             f"the first load by {life.first_by} is not at its end", model=life.name,
