@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         uninstall,
     )
     from weightlife._integrity import check_digests, digest, expect
+    from weightlife._loaders import wrap_loader
     from weightlife._manifest import Manifest
-    from weightlife._session import abort, session, watch, wrap_loader
+    from weightlife._session import abort, session, watch
     from weightlife._verify import verify
 
 _LAZY = {
@@ -52,7 +53,7 @@ _LAZY = {
     "session": "weightlife._session",
     "verify": "weightlife._verify",
     "watch": "weightlife._session",
-    "wrap_loader": "weightlife._session",
+    "wrap_loader": "weightlife._loaders",
 }
 
 __all__ = [

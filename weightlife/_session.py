@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
 from weightlife.config import Settings
@@ -19,8 +16,6 @@ if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife.hosts.protocol import Host
     from weightlife.report import LoadReport
-
-Loader = TypeVar("Loader", bound=Callable[..., Any])
 
 
 def _settings() -> Settings:
@@ -82,88 +77,6 @@ def _refuse_to_watch(model: torch.nn.Module) -> None:
                 f"a part of it, {path}, is watched already", model=name, layer=path,
                 hint="watch the whole model before any of its parts is loaded",
             )  # fmt: skip
-
-
-@overload
-def wrap_loader(loader: Loader) -> Loader: ...
-
-
-@overload
-def wrap_loader(
-    *, chunked: bool = False, expected: Any = None, **settings: Any
-) -> Callable[[Loader], Loader]: ...
-
-
-def wrap_loader(loader: Any = None, *, chunked: bool = False, expected: Any = None, **settings: Any) -> Any:
-    """Make a loader of your own, `loader(model, weights, ...)`, one session a call.
-
-    The first call on a model is its first load: watched, then processed by the host's hooks (`TorchHost`: methods
-    named `process_weights_after_loading`); do not call them yourself. Every later call is a reload: complete or
-    refused, undone when it fails.
-
-    Args:
-        loader: the function; its first two arguments are the model and an iterable of (name, tensor).
-        chunked: a call brings a part, and the next forward pass is the end.
-        expected: what a reload brings, as for `session`, or a function that tells it from the loader's arguments.
-        settings: override the installed settings for models that this loader meets first.
-
-    After `uninstall()` it is the plain loader again for models that it has loaded. `WEIGHTLIFE=0` does not reach it:
-    it is code of yours, not something that was installed.
-
-    Raises:
-        ConfigError: `chunked` and `expected` together.
-    """
-    if chunked and expected is not None:
-        raise errors.ConfigError("a loader whose calls bring parts cannot expect all of it")
-    if loader is None:
-        return functools.partial(_wrap_loader, chunked=chunked, expected=expected, settings=settings)
-    return _wrap_loader(loader, chunked=chunked, expected=expected, settings=settings)
-
-
-def _wrap_loader(loader: Any, chunked: bool, expected: Any, settings: dict[str, Any]) -> Any:
-    @functools.wraps(loader)
-    def load(model: Any, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        from weightlife._engine import lifecycle
-        from weightlife.hosts import forward
-
-        life = lifecycle.of(model)
-        if life is None and lifecycle.released(model):
-            return loader(model, weights, *args, **kwargs)  # uninstalled since it was loaded
-        if life is None:
-            watch(model, **settings)
-            life = lifecycle.of(model)
-            assert life is not None
-
-        def call(stream: Any) -> Any:
-            return loader(model, stream, *args, **kwargs)
-
-        model_of = weakref.ref(model)  # what is kept on the model must not keep it alive
-
-        life.loader = lambda stream: loader(model_of(), stream, *args, **kwargs)
-        if life.first is not None:
-            out = life.load_weights(call, weights)
-            if not chunked:
-                forward.process_first(model, life)
-            return out
-        if _mode(life) == "observe":
-            return life.observe(loader.__name__, loader, (model, weights, *args), kwargs)
-        life.refuse_from_source(loader.__name__)
-        explicit = life.session is not None and life.session.explicit
-        if chunked or explicit or life.is_inside():
-            return life.load_weights(call, weights)
-        declared = expected(model, weights, *args, **kwargs) if callable(expected) else expected
-        with session(
-            model, partial=life.settings.partial_disk, expected=declared, opened_by=loader.__name__
-        ) as opened:
-            opened.engine_session.whole = True
-            return life.load_weights(call, weights)
-
-    return load
-
-
-def _mode(life: Lifecycle) -> str:
-    """The mode in force for a model: its own, else the installed one, which may change while it lives."""
-    return life.own_mode or (runtime.settings() if runtime.installed() else life.settings).mode
 
 
 class SessionHandle:

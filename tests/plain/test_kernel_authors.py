@@ -41,3 +41,38 @@ def test_the_plugin_imports_nothing_and_registers_nothing(tmp_path: Path) -> Non
     )
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+FIXTURES = """
+import torch
+from torch import nn
+import pytest
+
+pytest_plugins = ["weightlife.testing.pytest_plugin"]
+
+def test_poison(weightlife_poison):
+    assert torch.empty(4).isnan().all()
+    assert (torch.empty(4, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+
+def test_poison_ends():
+    assert not torch.are_deterministic_algorithms_enabled()
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_addresses_and_captured(weightlife_addresses, weightlife_captured, moves):
+    layer = nn.Linear(4, 4, bias=False)
+    before = weightlife_addresses(layer)
+    graph = weightlife_captured(lambda: layer(torch.ones(1, 4)), layer)
+    if moves:
+        layer.weight.data = layer.weight.data.clone()
+    else:
+        layer.weight.data.mul_(2)
+    assert bool(before.moved(layer)) is moves
+    assert bool(graph.problems()) is moves
+"""
+
+
+def test_the_other_fixtures_do_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "test_fixtures.py").write_text(FIXTURES, encoding="utf-8")
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout

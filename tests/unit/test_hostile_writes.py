@@ -39,6 +39,13 @@ def given_data(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) ->
         parameters[name].data = tensor.clone()
 
 
+def lent_data(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As `given_data`, and the memory stays the sender's."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights:
+        parameters[name].data = tensor
+
+
 REPLACING = (assigned, registered)
 LOADERS: tuple[Loader, ...] = (copy_all, by_state_dict, assigned, registered, given_data)
 
@@ -55,7 +62,7 @@ class TestAssigned:
             weightlife.wrap_loader(again)(net, weights)
             assert (serves(net), outcome(net)) == (want, "committed")
 
-    @pytest.mark.parametrize("loader", REPLACING, ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("loader", [*REPLACING, given_data], ids=lambda f: f.__name__)
     def test_what_is_missing_is_named(self, loader: Loader) -> None:
         net, wrapped = Net(), weightlife.wrap_loader(loader)
         wrapped(net, A)
@@ -65,7 +72,7 @@ class TestAssigned:
             assert caught.value.tensors == (name,)
             assert serves(net) == "A"
 
-    @pytest.mark.parametrize("loader", REPLACING, ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("loader", [*REPLACING, given_data], ids=lambda f: f.__name__)
     def test_addresses_stay(self, loader: Loader) -> None:
         net, wrapped = Net(), weightlife.wrap_loader(loader)
         wrapped(net, A)
@@ -74,7 +81,7 @@ class TestAssigned:
         assert {name: p.data_ptr() for name, p in net.named_parameters()} == before
 
     @pytest.mark.parametrize("storage", ["pinned", "adopted"])
-    @pytest.mark.parametrize("loader", REPLACING, ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("loader", [*REPLACING, lent_data], ids=lambda f: f.__name__)
     def test_the_senders_tensors_are_never_written(self, loader: Loader, storage: str) -> None:
         """They became the model's parameters: a commit into them would change what the sender has."""
         mine = [[(name, tensor.clone()) for name, tensor in weights] for weights in (A, B)]
@@ -86,7 +93,7 @@ class TestAssigned:
         for sent, original in zip(mine, (A, B), strict=True):
             assert all(torch.equal(a[1], b[1]) for a, b in zip(sent, original, strict=True))
 
-    @pytest.mark.parametrize("loader", REPLACING, ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("loader", [*REPLACING, lent_data], ids=lambda f: f.__name__)
     def test_a_sender_may_use_its_buffer_again_when_the_call_returns(self, loader: Loader) -> None:
         buffers = [(name, tensor.clone()) for name, tensor in B]
         net, wrapped = Net(), weightlife.wrap_loader(loader, chunked=True)

@@ -258,17 +258,41 @@ class FirstLoad:
             if given.dtype is not view.dtype:
                 self.casts.setdefault((number, dtype_name(given)), set()).add(part)
 
-    def _note_replaced(self) -> None:
-        """Tensors that the loader gave other data (`.data =`) count as written whole."""
-        if not self.received:
-            return
-        for made in self.life.skeleton.tensors:
+    def _given(self) -> dict[int, torch.Tensor]:
+        """Tensors that the loader gave other data (`.data =`), by their number."""
+        skeleton = self.life.skeleton
+        found: dict[int, torch.Tensor] = {}
+        for index, made in enumerate(skeleton.tensors):
             tensor = made.ref()
-            replaced = tensor is not None and self.life.skeleton.storage_of(tensor) != made.storage
-            if replaced and made.dtype.itemsize == self.life.skeleton.storages[made.storage].dtype.itemsize:
-                self.expected.setdefault(made.storage, Counter())[
-                    ledger.region(made.offset, made.shape, made.stride)
-                ] += 1
+            if tensor is None or skeleton.storage_of(tensor) == made.storage:
+                continue
+            if made.dtype.itemsize == skeleton.storages[made.storage].dtype.itemsize:
+                found[index] = tensor
+        return found
+
+    @property
+    def came(self) -> bool:
+        """Whether a loader brought anything, by name or without one."""
+        return bool(
+            self.received or self.expected or self.irregular or (self.learner.calls and self._given())
+        )
+
+    def _note_replaced(self) -> None:
+        """Tensors that the loader gave other data count as written whole, under their own name."""
+        if not self.learner.calls:
+            return
+        skeleton, given = self.life.skeleton, self._given()
+        for index, tensor in given.items():
+            made = skeleton.tensors[index]
+            own_memory(tensor, self.sources)
+            part = ledger.region(made.offset, made.shape, made.stride)
+            self.expected.setdefault(made.storage, Counter())[part] += 1
+        for holder, key, index in skeleton.module_slots() if given else ():
+            if index in given and slots.own(holder.obj, key) is given[index]:
+                made = skeleton.tensors[index]
+                entry = self.received.get(slots.step(holder.path, key))
+                if entry is not None and not entry.writes:
+                    entry.wrote(made.storage, ledger.region(made.offset, made.shape, made.stride))
         self._note_assigned()
 
     def _note_assigned(self) -> None:

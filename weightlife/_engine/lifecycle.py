@@ -107,6 +107,7 @@ class Lifecycle(Teller):
         self.late_layers: set[int] = set()  # were seen to be touched after they were complete
         self.links: list[tuple[int, int]] = []  # layers of which one needs the other when it is rebuilt
         self.loader: Callable[[Any], Any] | None = None  # of a plain module, where it was wrapped
+        self.first_by = ""  # the asynchronous loader whose first load waits for something
         self._units: tuple[Manifest, list[Unit]] | None = None
         self.own_mode: str | None = None  # a mode that was given for this model alone
         self.votes = ranks.Ballot(host)
@@ -303,12 +304,15 @@ class Lifecycle(Teller):
                 session = self.open("load_weights", "implicit", False, self.settings.partial_update)
             token = current.set(session)
             try:
-                return session.receive(load, weights)
+                out = session.receive(load, weights)
             except BaseException as error:
                 self.abort(error)
                 raise
             finally:
                 current.reset(token)
+            if session.ends_with_call:
+                self.finish("the end of load_weights, which its loader said to be that of the update")
+            return out
 
     def end_implicit(self) -> None:
         """An implicit session left open ends where an explicit one begins: committed if whole, else dropped."""

@@ -78,6 +78,7 @@ class WeightLoadSession:
         self.operators: CustomOperators | None = None
         self.voted = False
         self.whole = False  # one call of the host receives everything: control does not return in between
+        self.ends_with_call = False  # its loader said that the update ends with the call that is running
         self.refresh = False  # process again what a client may have written in place
         self.idle: set[int] = set()
         self.processed: set[int] = set()
@@ -401,10 +402,12 @@ class WeightLoadSession:
     def note_replaced(self) -> None:
         """Enter what a loader replaced instead of writing it."""
         assert self.stage is not None
-        self.stage.note_replaced()
+        sources = self.intake.sources
+        placed = self.stage.note_replaced(sources)
         if self.kernel_format:
             return
-        for path, write in self.stage.note_assigned(self.life.manifest.casts, self.intake.sources).items():
+        placed.update(self.stage.note_assigned(self.life.manifest.casts, sources))
+        for path, write in placed.items():
             entry = self.intake.received.get(path)
             if entry is not None and not entry.writes:
                 entry.wrote(*write)

@@ -141,8 +141,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def own_memory(tensor: torch.Tensor, sources: set[int]) -> None:
-    """Copy what a loader took from its sender as it is: the sender may reuse it, and a commit must not write into it."""
-    if not is_inference(tensor) and storage_key(tensor) in sources:
+    """Copy what a loader took from its sender as it is: the sender may reuse it, and a commit must not write into it.
+
+    Without `sources` nobody knows what is the sender's: the loader was given no stream, but a state dict, say.
+    """
+    if not is_inference(tensor) and (not sources or storage_key(tensor) in sources):
         with torch.inference_mode(False):
             tensor.data = tensor.detach().clone()
 

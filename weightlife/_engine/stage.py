@@ -242,20 +242,39 @@ class Stage:
             storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
-    def note_replaced(self) -> None:
-        """Enter tensors that a loader gave other data (`.data =`, `set_`) as written whole."""
+    def note_replaced(self, sources: set[int]) -> dict[str, tuple[int, Region]]:
+        """Enter tensors that a loader gave other data (`.data =`, `set_`) as written whole.
+
+        Args:
+            sources: as for `note_assigned`.
+
+        Returns:
+            Paths of those that are attributes of modules, with storage number and region.
+        """
+        found: dict[int, tuple[int, Region]] = {}
+
+        def enter(track: Track, tensor: torch.Tensor, like: Any, offset: Any, stride: Any) -> None:
+            own_memory(tensor, sources)
+            self._replaced(track, like.dtype, offset, like.shape, stride)
+            if track.number is not None and like.dtype.itemsize == track.dtype.itemsize:
+                found[id(tensor)] = track.number, region(int(offset), tuple(like.shape), tuple(stride))
+
         for index, tensor in self.placeholders.items():
             made = self.skeleton.tensors[index]
             track = self.by_number[made.storage]
             if storage_key(tensor) != int(track.storage._cdata):
-                self._replaced(track, made.dtype, made.offset, made.shape, made.stride)
+                enter(track, tensor, made, made.offset, made.stride)
         for track in self.by_number.values():
             for tensor, a_view in track.tensors:
                 known = (int(track.storage._cdata), int(track.current._cdata))
                 if storage_key(tensor) not in known:
-                    self._replaced(
-                        track, a_view.dtype, a_view.storage_offset(), a_view.shape, a_view.stride()
-                    )
+                    enter(track, tensor, a_view, a_view.storage_offset(), a_view.stride())
+        if not found:
+            return {}
+        slots_now = ((holder, key, slots.own(holder.obj, key)) for holder, key, _ in self._module_slots())
+        return {
+            slots.step(holder.path, key): found[id(now)] for holder, key, now in slots_now if id(now) in found
+        }
 
     def note_assigned(
         self, casts: Container[tuple[int, str]], sources: set[int]

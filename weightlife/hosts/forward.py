@@ -92,8 +92,13 @@ def process_first(model: torch.nn.Module, life: Lifecycle) -> None:
 
 def _process_now(model: torch.nn.Module, life: Lifecycle) -> None:
     first, host = life.first, life.host
-    if first is None or not first.received:
+    if first is None or not first.came:
         return
+    if life.first_by:
+        raise errors.SessionStateError(
+            f"the first load by {life.first_by} is not at its end", model=life.name,
+            hint="await it before the model runs",
+        )  # fmt: skip
     problem = first.dead or first.failed
     if problem:
         raise errors.SessionStateError(

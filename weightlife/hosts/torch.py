@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host protocol for a plain `torch.nn.Module`: no framework, the owner's own loader and hooks.
 
-A layer's hook is a callable method `process_weights_after_loading` on the module; the model's own hook is the same
-method on the root, run last. A layer whose class sets `deferred = True` is processed after all others.
+A layer's hook is a callable method `process_weights_after_loading` on the module, or on its `quant_method`, which gets
+the layer as its argument and runs first. The model's own hook is the same method on the root, run last. Of a layer with
+a true attribute `deferred` the module's own hook runs after those of all others.
 """
 
 from __future__ import annotations
@@ -44,8 +45,18 @@ class TorchHost:
         self._contexts = contexts
 
     def _hook(self, layer: torch.nn.Module) -> Callable[[], None] | None:
+        """The module's own hook."""
         hook = getattr(layer, HOOK, None)
         return hook if callable(hook) else None
+
+    def _quant_hook(self, layer: torch.nn.Module) -> Callable[[torch.nn.Module], None] | None:
+        """That of the layer's quant method."""
+        hook = getattr(getattr(layer, "quant_method", None), HOOK, None)
+        return hook if callable(hook) else None
+
+    def _own_hook(self, layer: torch.nn.Module) -> Callable[[], None] | None:
+        """The module's own hook, if it runs with the layer."""
+        return None if layer is self._model() or self._deferred(layer) else self._hook(layer)
 
     def skip(self, obj: Any) -> bool:
         """Nothing is process-wide here."""
@@ -56,16 +67,18 @@ class TorchHost:
         return False
 
     def layer_hook(self, layer: torch.nn.Module) -> str | None:
-        """The class of a layer with a hook that is neither deferred nor the root."""
-        if layer is self._model() or self._hook(layer) is None or self._deferred(layer):
-            return None
-        return type(layer).__name__
+        """The class of a layer's quant method if that has a hook; else of a layer with one that runs with the layer."""
+        if self._quant_hook(layer) is not None:
+            return type(layer.quant_method).__name__
+        return None if self._own_hook(layer) is None else type(layer).__name__
 
     def process_layer(self, layer: torch.nn.Module) -> None:
-        """Run the layer's hook."""
-        hook = self._hook(layer)
-        assert hook is not None
-        hook()
+        """Run the quant method's hook, then the layer's own unless that is a late one."""
+        quant, own = self._quant_hook(layer), self._own_hook(layer)
+        if quant is not None:
+            quant(layer)
+        if own is not None:
+            own()
 
     def is_deferred(self, layer: torch.nn.Module) -> bool:
         """Whether the layer has a hook and runs late."""
@@ -73,7 +86,9 @@ class TorchHost:
 
     def process_deferred(self, layer: torch.nn.Module) -> None:
         """Run a late hook."""
-        self.process_layer(layer)
+        hook = self._hook(layer)
+        assert hook is not None
+        hook()
 
     def rerun_deferred(self) -> bool:
         """A foreign hook may consume what it processes."""

@@ -260,8 +260,8 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs:
         return wrapped(*args, **kwargs)
     with life.owned("initialize_layerwise_reload"):
         life.refuse_from_source("initialize_layerwise_reload")
-        if life.session is not None and life.session.whole:
-            return None
+        if life.is_inside() or (life.session is not None and life.session.whole):
+            return None  # by a loader: vLLM's decorator of `load_weights` for TorchAO begins and ends inside of it
         life.end_implicit()
         life.open("initialize_layerwise_reload", "update", True, life.settings.partial_update)
     return None
@@ -274,7 +274,8 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: Args, kwargs: K
         return wrapped(*args, **kwargs)
     with life.owned("finalize_layerwise_reload"):
         life.refuse_from_source("finalize_layerwise_reload")
-        if life.session is not None and life.session.whole:
+        if life.session is not None and (life.is_inside() or life.session.whole):
+            life.session.ends_with_call = not life.session.explicit
             return None
         life.finish_explicit("finalize_layerwise_reload")
     return None

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loaders of a user's own: `weightlife.wrap_loader`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import weakref
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from weightlife import errors
+from weightlife._session import session, watch
+from weightlife.hosts import runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightlife._engine.lifecycle import Lifecycle
+
+Loader = TypeVar("Loader", bound=Callable[..., Any])
+
+METHODS = ("load", "load_weights", "__call__")
+"""Of a class of loaders the first of these that it has."""
+
+
+@overload
+def wrap_loader(loader: Loader) -> Loader: ...
+
+
+@overload
+def wrap_loader(
+    *, chunked: bool = False, expected: Any = None, **settings: Any
+) -> Callable[[Loader], Loader]: ...
+
+
+def wrap_loader(loader: Any = None, *, chunked: bool = False, expected: Any = None, **settings: Any) -> Any:
+    """Make a loader of your own, `loader(model, ...)`, one session a call.
+
+    The first call on a model is its first load: watched, then processed by the host's hooks (`TorchHost`: methods
+    named `process_weights_after_loading`); do not call them yourself. Every later call is a reload: complete or
+    refused, undone when it fails.
+
+    Args:
+        loader: a function or a method; its first argument (after `self`) is the model. If the next one, or the keyword
+            `weights`, is an iterable of (name, tensor), also an asynchronous one, errors can name tensors. Anything
+            else (a path, a state dict) is handed through, and what is missing is known by element. `async def` is one
+            session too: between its awaits the old weights serve. Of a class a subclass is made, whose method `load`
+            (or else `load_weights`, `__call__`) is wrapped.
+        chunked: a call brings a part, and the next forward pass is the end.
+        expected: what a reload brings, as for `session`, or a function that tells it from the loader's arguments.
+        settings: override the installed settings for models that this loader meets first.
+
+    After `uninstall()` it is the plain loader again for models that it has loaded. `WEIGHTLIFE=0` does not reach it:
+    it is code of yours, not something that was installed.
+
+    Raises:
+        ConfigError: `chunked` and `expected` together, or nothing that loads. The wrapped loader, besides what it and
+        a session raise: HostError: it was not given a model.
+    """
+    if chunked and expected is not None:
+        raise errors.ConfigError("a loader whose calls bring parts cannot expect all of it")
+    if loader is None:
+        return functools.partial(_wrap, chunked=chunked, expected=expected, settings=settings)
+    return _wrap(loader, chunked=chunked, expected=expected, settings=settings)
+
+
+def _wrap(loader: Any, chunked: bool, expected: Any, settings: dict[str, Any]) -> Any:
+    again = functools.partial(_wrap, chunked=chunked, expected=expected, settings=settings)
+    if isinstance(loader, (staticmethod, classmethod)):
+        return type(loader)(again(loader.__func__))
+    if isinstance(loader, type):
+        return _subclass(loader, again)
+    if not callable(loader):
+        raise errors.ConfigError(f"{type(loader).__name__} loads nothing: it can't be called")
+
+    @functools.wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(loader, args, kwargs)
+        life = call.life(settings)
+        if life is None:
+            return call.plain()
+        if life.first is None and _mode(life) == "observe":
+            return life.observe(call.name, call.plain, (), {})
+        return _run(call, life, chunked, expected)
+
+    @functools.wraps(loader)
+    async def load_later(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(loader, args, kwargs)
+        life = call.life(settings)
+        if life is None:
+            return await call.plain()
+        if life.first is None and _mode(life) == "observe":
+            life.note(
+                f"{call.name} loads by itself: of an asynchronous load there is no report in observe mode"
+            )
+            return await call.plain()
+        return await _run_later(call, life, chunked, expected)
+
+    asynchronous = inspect.iscoroutinefunction(loader) or inspect.iscoroutinefunction(
+        getattr(type(loader), "__call__", None)  # noqa: B004 - not whether it can be called, but how it is written
+    )
+    return load_later if asynchronous else load
+
+
+def _subclass(cls: type, wrapped: Callable[[Any], Any]) -> type:
+    """The class with its loading method wrapped. The original stays as it is: it may be somebody else's."""
+    for name in METHODS:
+        method = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+        if method is not None:
+            body = {name: wrapped(method), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            return type(cls)(cls.__name__, (cls,), {**body, "__doc__": cls.__doc__})
+    raise errors.ConfigError(f"{cls.__name__} has none of the methods {', '.join(METHODS)}")
+
+
+def _mode(life: Lifecycle) -> str:
+    """The mode in force for a model: its own, else the installed one, which may change while it lives."""
+    return life.own_mode or (runtime.settings() if runtime.installed() else life.settings).mode
+
+
+class _Call:
+    """One call of a loader: what it is bound to, the model, what may be a stream of weights, and the rest."""
+
+    def __init__(self, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        self.loader = loader
+        self.name: str = getattr(loader, "__name__", type(loader).__name__)
+        rest: tuple[Any, ...] = ()
+        if "model" in kwargs:
+            kwargs = dict(kwargs)
+            before, model = args, kwargs.pop("model")
+        else:
+            # A method has `self` in front, which may be a module itself (a trainer's).
+            at = 1 if len(args) > 1 and isinstance(args[1], torch.nn.Module) else 0
+            before, model, rest = args[:at], args[at] if args else None, args[at + 1 :]
+        if not isinstance(model, torch.nn.Module):
+            raise errors.HostError(
+                f"{self.name} was called without a model: {type(model).__name__} is no torch.nn.Module",
+                hint="its first argument (after self), or its keyword `model`, has to be the model",
+            )
+        self.model: torch.nn.Module = model
+        self.before, self.rest, self.kwargs = before, rest, kwargs
+        self.keyword = not rest and "weights" in kwargs
+        given = kwargs["weights"] if self.keyword else rest[0] if rest else None
+        self.source = given if _is_stream(given) else None
+
+    def life(self, settings: dict[str, Any]) -> Lifecycle | None:
+        """The model's lifecycle, made if it has none; None where weightlife was uninstalled since it was loaded."""
+        from weightlife._engine import lifecycle
+
+        life = lifecycle.of(self.model)
+        if life is None and not lifecycle.released(self.model):
+            watch(self.model, **settings)
+            life = lifecycle.of(self.model)
+            assert life is not None
+        return life
+
+    def plain(self) -> Any:
+        """The loader itself."""
+        return self.loader(*self.before, self.model, *self.rest, **self.kwargs)
+
+    def with_stream(self) -> Callable[[Any], Any]:
+        """The loader as a function of its stream: rules know a loader by what is in this closure, so no more is in it."""
+        loader, before, model, rest, kwargs = self.loader, self.before, self.model, self.rest, self.kwargs
+        if self.source is None:
+            return lambda stream: loader(*before, model, *rest, **kwargs)
+        if self.keyword:
+            others = self._others()
+            return lambda stream: loader(*before, model, weights=stream, **others)
+        after = rest[1:]
+        return lambda stream: loader(*before, model, stream, *after, **kwargs)
+
+    def for_later(self) -> Callable[[Any], Any] | None:
+        """The same to be kept on the model, which it must not keep alive; None for a loader without a stream."""
+        if self.source is None:
+            return None
+        loader, before, after, model = self.loader, self.before, self.rest[1:], weakref.ref(self.model)
+        others = self._others()
+        if self.keyword:
+            return lambda stream: loader(*before, model(), weights=stream, **others)
+        return lambda stream: loader(*before, model(), stream, *after, **others)
+
+    def _others(self) -> dict[str, Any]:
+        return {name: given for name, given in self.kwargs.items() if not self.keyword or name != "weights"}
+
+    def expected(self, expected: Any) -> Any:
+        """What a reload brings, told from the arguments if that is what was wanted."""
+        return expected(self.model, *self.rest, **self.kwargs) if callable(expected) else expected
+
+
+def _is_stream(given: Any) -> bool:
+    """Whether it can be (name, tensor) pairs."""
+    if isinstance(given, (str, bytes, os.PathLike, Mapping)):
+        return False
+    return isinstance(given, (Iterable, AsyncIterable))
+
+
+def _run(call: _Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
+    from weightlife.hosts import forward
+
+    if isinstance(call.source, AsyncIterable):
+        raise errors.HostError(
+            f"{call.name} is no coroutine function, and its weights come asynchronously", model=life.name,
+            hint="write it as `async def`, or give it an ordinary iterable",
+        )  # fmt: skip
+    life.loader = call.for_later() or life.loader
+    stream, weights = call.with_stream(), () if call.source is None else call.source
+    if life.first is not None:
+        _alone(call, life)
+        out = _loaded(life.load_weights(stream, weights), call)
+        if not chunked:
+            forward.process_first(call.model, life)
+        return out
+    life.refuse_from_source(call.name)
+    if _joins(life, chunked):
+        return _loaded(life.load_weights(stream, weights), call)
+    with _session(call, life, expected) as opened:
+        opened.engine_session.whole = True
+        return _loaded(life.load_weights(stream, weights), call)
+
+
+def _loaded(out: Any, call: _Call) -> Any:
+    """What a loader returned, which was none if it has only promised to load."""
+    if inspect.iscoroutine(out):
+        out.close()
+        raise errors.HostError(
+            f"{call.name} returned a coroutine and loaded nothing", model=type(call.model).__name__,
+            hint="wrap the function that is written `async def`, below other decorators",
+        )  # fmt: skip
+    return out
+
+
+async def _run_later(call: _Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
+    from weightlife.hosts import forward
+
+    if life.first is not None:
+        _alone(call, life)
+        out = await _Steps(call, life)
+        if not chunked:
+            forward.process_first(call.model, life)
+        return out
+    life.refuse_from_source(call.name)
+    if _joins(life, chunked):
+        return await _Steps(call, life)
+    with _session(call, life, expected) as opened:
+        opened.engine_session.whole = True
+        return await _Steps(call, life)
+
+
+def _alone(call: _Call, life: Lifecycle) -> None:
+    """Nobody joins a first load that waits.
+
+    Raises:
+        SessionConflictError: one is under way.
+    """
+    if life.first_by:
+        raise errors.SessionConflictError(
+            f"{call.name} wants to load the model while its first load by {life.first_by} is under way",
+            model=life.name,
+        )
+
+
+def _joins(life: Lifecycle, chunked: bool) -> bool:
+    """Whether a call is a part of an update that somebody else began, or has no end of its own.
+
+    A loader's own session is no such update: who comes while it waits is another one, and is told so.
+    """
+    session = life.session
+    explicit = session is not None and session.explicit and not session.whole
+    return chunked or explicit or life.is_inside()
+
+
+def _session(call: _Call, life: Lifecycle, expected: Any) -> Any:
+    return session(
+        call.model,
+        partial=life.settings.partial_disk,
+        expected=call.expected(expected),
+        opened_by=call.name,
+    )
+
+
+class _Steps:
+    """An asynchronous loader, as the calls that it is made of: what runs between two awaits is one.
+
+    Nothing of ours is in force while it waits: passes of other tasks see the old weights, and what those do is theirs.
+    """
+
+    def __init__(self, call: _Call, life: Lifecycle) -> None:
+        self._life, self._name = life, call.name
+        source = call.source
+        self._later = source.__aiter__() if isinstance(source, AsyncIterable) else None
+        self._came: deque[tuple[str, Any]] = deque()
+        self._items: Iterator[Any] = _Drained(self._came) if source is None or self._later else iter(source)
+        self.now: Iterator[Any] = iter(())
+        self._coroutine: Coroutine[Any, Any, Any] = call.with_stream()(self)
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> Any:
+        """The loader's next tensor, named to the call that runs now."""
+        return next(self.now)
+
+    def __aiter__(self) -> _Steps:
+        return self
+
+    async def __anext__(self) -> Any:
+        """As `__next__`, of an asynchronous source: it may come in a later call than it was asked for in."""
+        if self._later is not None:
+            self._came.append(await self._later.__anext__())
+            return next(self.now)
+        try:
+            return next(self.now)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        """Run it to its end."""
+        step: Callable[[], Any] = functools.partial(self._coroutine.send, None)
+        while True:
+            done, value = self._life.load_weights(_Step(self, step).run, self._items)
+            if done:
+                return value
+            try:
+                if self._life.first is not None:
+                    self._life.first_by = self._name
+                sent = yield value
+            except BaseException as error:  # noqa: BLE001 - cancelled, or failed: the loader may clean up, or go on
+                step = functools.partial(self._coroutine.throw, error)
+            else:
+                step = functools.partial(self._coroutine.send, sent)
+            finally:
+                self._life.first_by = ""
+
+
+class _Step:
+    """One call. An object of its own each time: no rule is learned from a loader that waits, nor used for it."""
+
+    def __init__(self, steps: _Steps, step: Callable[[], Any]) -> None:
+        self._steps, self._step = steps, step
+
+    def run(self, stream: Iterator[Any]) -> tuple[bool, Any]:
+        """(whether it was the last one, what it returned or waits for)."""
+        self._steps.now = stream
+        try:
+            return False, self._step()
+        except StopIteration as end:
+            return True, end.value
+        finally:
+            self._steps.now = iter(())
+
+
+class _Drained:
+    """What has come by now. It is asked only when something has."""
+
+    def __init__(self, came: deque[tuple[str, Any]]) -> None:
+        self._came = came
+
+    def __iter__(self) -> _Drained:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._came:
+            raise StopIteration
+        return self._came.popleft()
