@@ -65,22 +65,28 @@ class MetaStage(Stage):
             self._numbers[made.storage] = self.meta[int(storage._cdata)] = track
         return track
 
-    def replaced(self) -> Iterator[tuple[int, ledger.Region, str, torch.Tensor]]:
-        """Parameters that the loader gave other data, or another tensor: storage, region, name, what is there now.
-
-        As in a real load only another tensor in a slot belongs to a name.
-        """
-        for index, tensor in self.placeholders.items():
-            made = self.skeleton.tensors[index]
-            if int(tensor.untyped_storage()._cdata) not in self.meta:
-                yield made.storage, ledger.region(made.offset, made.shape, made.stride), "", tensor
+    def replaced(self) -> Iterator[tuple[int, ledger.Region, list[str], torch.Tensor]]:
+        """Parameters that the loader gave other data, or another tensor: storage, region, names, what is there now."""
+        given = {
+            index: tensor
+            for index, tensor in self.placeholders.items()
+            if int(tensor.untyped_storage()._cdata) not in self.meta
+        }
+        paths: dict[int, list[str]] = {index: [] for index in given}
+        others = []
         for holder, key, index in self.skeleton.module_slots():
             made, now = self.skeleton.tensors[index], slots.own(holder.obj, key)
+            if index in given and now is given[index]:
+                paths[index].append(slots.step(holder.path, key))
             if now is None or now is self.placeholders.get(index) or tuple(now.shape) != made.shape:
                 continue
             if now.is_meta and int(now.untyped_storage()._cdata) not in self.meta:
-                part = ledger.region(made.offset, made.shape, made.stride)
-                yield made.storage, part, slots.step(holder.path, key), now
+                others.append((made, slots.step(holder.path, key), now))
+        for index, tensor in given.items():
+            made = self.skeleton.tensors[index]
+            yield made.storage, ledger.region(made.offset, made.shape, made.stride), paths[index], tensor
+        for made, path, now in others:
+            yield made.storage, ledger.region(made.offset, made.shape, made.stride), [path], now
 
 
 class Router(TorchDispatchMode):
@@ -173,13 +179,14 @@ class Router(TorchDispatchMode):
 
     def finish(self) -> Manifest:
         """What was seen, as a manifest that is provisional."""
-        for number, part, path, now in self.stage.replaced():
+        for number, part, paths, now in self.stage.replaced():
             if part in self.expected.get(number, ()):
                 continue
             self.expected.setdefault(number, Counter())[part] += 1
-            entry = self.received.get(path)
-            if entry is not None and not entry.writes:
-                entry.wrote(number, part)
+            for path in paths:
+                entry = self.received.get(path)
+                if entry is not None and not entry.writes:
+                    entry.wrote(number, part)
             made = self.stage.skeleton.storages[number].dtype
             if now.dtype != made:
                 self.casts.setdefault((number, dtype_name(now)), set()).add(part)
