@@ -106,7 +106,7 @@ def by_rule(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fold = Trust.fold
 
     def noted(self: Trust) -> None:
-        known = {id(entry): name for name, entry in self.received.items()}
+        known = {id(entry): name for name, entry in self.names.items()}
         names.extend(known[id(entry)] for entry in self.pending)
         fold(self)
 

@@ -80,7 +80,8 @@ def ruled(
     tensors, strided = torch.Tensor, torch.strided
     receiver.depth = -2  # another call may have found other modes
     while True:
-        if receiver.aside and ident() != home:
+        here = ident()
+        if receiver.aside and here != home:
             # The mode can't be put back onto another thread's stack: what that one writes meanwhile is not seen.
             if receiver.lost is None:
                 receiver.lost = trust.broken("a loader went on to read its source in another thread", [])
@@ -90,7 +91,7 @@ def ruled(
                 receiver.aside = False
             else:
                 receiver.stand()
-        here = receiver.puller = ident()
+        receiver.puller = here
         began = clock()
         try:
             item = (
