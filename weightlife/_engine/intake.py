@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,7 +264,7 @@ class Intake:
             self.session.streamer.count(number, part, track.written[part])
         track.ever.add(part)
 
-    def credit(self, entries: list[Received], filled: Set[int] = frozenset()) -> None:
+    def credit(self, entries: list[Received], filled: AbstractSet[int] = frozenset()) -> None:
         """Enter what items wrote that were not observed. They are in `received` already, in their order.
 
         `filled`: storages that have been entered, for those that write to one storage only.

@@ -275,7 +275,9 @@ def rules_of(
         else:
             for number, part in entry.writes:
                 out.regions.setdefault(number, []).append(part)
-    single = Counter([entry.number for entry in manifest.names.values() if entry.kind >= 0 and entry.part is not None])
+    single = Counter(
+        [entry.number for entry in manifest.names.values() if entry.kind >= 0 and entry.part is not None]
+    )
     out.alone = {n: count for n, count in single.items() if count == len(manifest.expected[n])}
     return out if out.regions else None
 

@@ -7,6 +7,7 @@ knows when the loader is done with one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from time import perf_counter
@@ -25,14 +26,20 @@ Begin = Callable[[Any, Any, bool], torch.Tensor | None]
 Item = tuple[str, torch.Tensor]
 
 _PAIRS = (tuple, list)
+# Iterators of C over what is there already: pulling them runs nobody's code. By type: a list of another class may
+# have a generator for `__iter__`.
+_STILL = frozenset(
+    type(iter(kind))
+    for kind in ([], (), {}.items(), {}.values(), OrderedDict().items(), OrderedDict().values())
+)
 
 
 def items(
     receiver: Receiver, weights: Iterable[Item], begin: Begin, between: Callable[[], None], home: int
 ) -> Iterator[Item]:
     """Every item is observed."""
-    plain = isinstance(weights, (list, tuple))
     source = iter(weights)
+    plain = type(source) in _STILL
     while True:
         here = receiver.puller = get_ident()
         began = perf_counter()
@@ -71,10 +78,10 @@ def ruled(
     home: int,
 ) -> Iterator[Item]:
     """As `items`, for a source whose items may have rules. What is not by rule goes the same way as there."""
-    plain = isinstance(weights, (list, tuple))
-    # A list and the host's own reader do nothing with the model. A generator may, and is watched.
-    quiet, reader = plain or receiver.trusted, receiver.trusted
     source, ident, clock = iter(weights), get_ident, perf_counter
+    plain = type(source) in _STILL
+    # A list, a dict and the host's own reader do nothing with the model. A generator may, and is watched.
+    quiet, reader = plain or receiver.trusted, receiver.trusted
     names, received, ready, seen, index = trust.names, trust.received, trust.ready, trust.seen, receiver.index
     kinds, pending, simple = DTYPE_NAMES, trust.pending, trust.simple
     tensors, strided = torch.Tensor, torch.strided
