@@ -28,10 +28,8 @@ Item = tuple[str, torch.Tensor]
 _PAIRS = (tuple, list)
 # Iterators of C over what is there already: pulling them runs nobody's code. By type: a list of another class may
 # have a generator for `__iter__`.
-_STILL = frozenset(
-    type(iter(kind))
-    for kind in ([], (), {}.items(), {}.values(), OrderedDict().items(), OrderedDict().values())
-)
+_KEPT: tuple[Iterable[Any], ...] = ([], (), {}.items(), OrderedDict[str, torch.Tensor]().items())
+_STILL = {type(iter(value)) for value in _KEPT}
 
 
 def items(
