@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightlife import errors
+from weightlife._engine import rules as rules_module
 from weightlife._engine import trust as trust_module
 from weightlife._engine.lifecycle import Lifecycle, OpenSessions
 from weightlife._engine.rules import identity, same_loader
@@ -106,7 +109,7 @@ def by_rule(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fold = Trust.fold
 
     def noted(self: Trust) -> None:
-        known = {id(entry): name for name, entry in self.received.items()}
+        known = {id(entry): name for name, entry in self.names.items()}
         names.extend(known[id(entry)] for entry in self.pending)
         fold(self)
 
@@ -173,7 +176,7 @@ MODES = [
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(map(str, m.values())))
-@pytest.mark.parametrize("source", ["list", "generator", "chunks", "reversed"])
+@pytest.mark.parametrize("source", ["list", "generator", "chunks", "reversed", "items", "ordered"])
 def test_an_update_by_rule_is_exact(
     packed: bool, mode: dict[str, Any], source: str, by_rule: list[str]
 ) -> None:
@@ -184,6 +187,7 @@ def test_an_update_by_rule_is_exact(
         chunks: dict[str, list[Any]] = {
             "list": [weights], "generator": [(item for item in weights)],
             "chunks": [weights[:5], weights[5:6], iter(weights[6:])], "reversed": [weights[::-1]],
+            "items": [dict(weights).items()], "ordered": [OrderedDict(weights).items()],
         }  # fmt: skip
         by_rule.clear()
         rig.update(*chunks[source])
@@ -238,6 +242,56 @@ def test_what_is_missing_is_still_missing(packed: bool, by_rule: list[str]) -> N
         assert set(caught.value.tensors) & {weights[-1][0], weights[3][0]}
     rig.update(weights)
     assert rig.holds(weights)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_credited_is_what_would_have_been_seen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages that are credited by counting names: lost, repeated, sampled, in pieces, written by a name without a rule."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(trust_module, "SAMPLE_ONE_IN", chance.choice([2, 5, 10**9]))
+    weights = checkpoint(1)
+    if chance.random() < 0.5:
+        chance.shuffle(weights)
+    for _ in range(chance.choice([0, 0, 1, 3])):
+        weights.pop(chance.randrange(len(weights)))
+    for _ in range(chance.choice([0, 0, 1, 2])):
+        name, value = chance.choice(weights)
+        again = chance.choice([name, "other." + name.partition(".")[2]])
+        weights.insert(chance.randrange(len(weights) + 1), (again, value))
+    cut = chance.choice([0, chance.randrange(len(weights))])
+    books = []
+    for watch in ("sampled", "all"):
+        rig = Rig(seed % 2 == 0, watch_writes=watch)
+        with rig.life.owned("test"):
+            rig.life.open("test", "update", True, "forbid")
+        for chunk in (weights[:cut], weights[cut:]):
+            rig.life.load_weights(rig.model.load_weights, iter(chunk))
+        session = rig.life.session
+        assert (
+            session is not None and session.stage is not None and (session.trust is None) == (watch == "all")
+        )
+        books.append({
+            number: (track.written, track.ever) for number, track in session.stage.by_number.items() if track.ever
+        })  # fmt: skip
+        books.append(session.intake.tensors)
+        rig.life.abort()
+    assert books[:2] == books[2:]
+    assert sum(written.total() for written, _ in books[0].values()) == len(weights)
+
+
+def test_a_list_with_an_iterator_of_its_own_is_no_list() -> None:
+    """What it does while it is pulled is seen."""
+
+    class Lazy(list[tuple[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for item in checkpoint(1):
+                depths.append(torch._C._len_torch_dispatch_stack())
+                yield item
+
+    depths: list[int] = []
+    rig = Rig(True)
+    rig.update(Lazy())
+    assert set(depths) == {1} and rig.holds(checkpoint(1))
 
 
 def test_a_partial_update_keeps_what_it_does_not_bring(by_rule: list[str]) -> None:
@@ -336,10 +390,17 @@ def catches(model: Model, weight: nn.Parameter, layer: int, expert: int, value: 
     "write", [skips, writes_half, goes_elsewhere, replaces, catches], ids=lambda w: w.__name__
 )
 @pytest.mark.parametrize("mode", [MODES[0], MODES[3]], ids=["staged", "lean"])
+@pytest.mark.parametrize("few", [0, 16], ids=["indexed", "words"])
 def test_a_loader_that_changes_its_mind(
-    packed: bool, write: Write, mode: dict[str, Any], by_rule: list[str]
+    packed: bool,
+    write: Write,
+    mode: dict[str, Any],
+    few: int,
+    by_rule: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found before anything is made of it. Nothing serves that nobody can vouch for; a complete update heals."""
+    monkeypatch.setattr(rules_module, "FEW", few)  # both ways of marking memory
     STATE.write = write
     rig = Rig(packed, **mode)
     if not packed and mode["isolation"] == "in_place":  # no item runs by rule there

@@ -169,7 +169,7 @@ def _strange(session: WeightLoadSession) -> list[str]:
     return [
         name
         for name, entry in session.intake.received.items()
-        if not entry.writes and (name not in known or known[name].writes)
+        if entry.part is None and not entry.writes and (name not in known or known[name].writes)
     ]
 
 

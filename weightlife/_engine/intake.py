@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,8 +244,10 @@ class Intake:
             )  # fmt: skip
         if part.numel == 0:
             return
-        if part not in track.ever and accumulates(func, args, int(track.current._cdata)):
-            self._before_reading(track, part, func)
+        if accumulates(func, args, int(track.current._cdata)):
+            self._settle()
+            if part not in track.ever:
+                self._before_reading(track, part, func)
         self._enter(track, track.number, part)
         if self.current is not None:
             self.current.wrote(track.number, part)
@@ -261,17 +264,22 @@ class Intake:
             self.session.streamer.count(number, part, track.written[part])
         track.ever.add(part)
 
-    def credit(self, entries: list[Received]) -> None:
-        """Enter what items wrote that were not observed. They are in `received` already, in their order."""
+    def credit(self, entries: list[Received], filled: AbstractSet[int] = frozenset()) -> None:
+        """Enter what items wrote that were not observed. They are in `received` already, in their order.
+
+        `filled`: storages that have been entered, for those that write to one storage only.
+        """
         stage = self.session.stage
         assert stage is not None
         self.tensors += len(entries)
-        self.nbytes += sum([entry.nbytes for entry in entries])
+        self.nbytes += sum([entry.like[2] for entry in entries])
         if self.session.explicit and self.session.streamer is None:
             regions: dict[int, list[Region]] = {}
             for entry in entries:
                 if entry.part is not None:  # nearly all
                     number = entry.number
+                    if number in filled:
+                        continue
                     if number in regions:
                         regions[number].append(entry.part)
                     else:
@@ -288,6 +296,11 @@ class Intake:
             for number, part in entry.writes:
                 self._enter(stage.by_number[number], number, part)
 
+    def _settle(self) -> None:
+        """Somebody looks at what was written so far: enter what ran by rule."""
+        if self.session.trust is not None:
+            self.session.trust.fold()
+
     def unobserved(self) -> None:
         """A loader failed at an item that ran by rule: it is the one that errors are about."""
         self.name = next(reversed(self.received), "")
@@ -303,6 +316,7 @@ class Intake:
             self.session.streamer.check(track)
         if not self.recording or track.number is None or track.irregular:
             return
+        self._settle()
         stage = self.session.stage
         if not track.placeholder and track.stage is None:
             # Memory that serves: only loaders that read first want the constructor's values instead.

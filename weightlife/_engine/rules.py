@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # Bytes at each end of a region that are looked at to tell whether it was written: a value that stands there by
 # chance must not be met in the life of any model (one in 2**64).
 PROBE_BYTES = 8
+# Storages of so many regions at the most are marked word by word, 0.4 us each; an indexed write of all takes 15 us.
+FEW = 16
 # Of both ends of a tensor. Parts of one weight that begin and end with the same 64 bytes are constants.
 SAMPLE_BYTES = 64
 
@@ -190,7 +192,22 @@ class Rules:
     regions: dict[int, list[Region]] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     off: str = ""  # why they are no longer believed
+    # Storage -> how many names write to it, where each has a rule and one region, and nothing else is written there.
+    alone: dict[int, int] = field(default_factory=dict)
     _probes: dict[int, torch.Tensor] = field(default_factory=dict)
+    _ends: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def ends(self, number: int, itemsize: int) -> tuple[int, ...]:
+        """Byte offsets of the words at both ends of each region, on a storage of few regions; () on others."""
+        known = self._ends.get(number)
+        if known is None:
+            regions = self.regions[number]
+            ends: list[int] = []
+            if len(regions) <= FEW:
+                index = probe_index(regions, itemsize)
+                ends = (index.view(2 * len(index), -1)[:, 0] * itemsize).tolist()
+            known = self._ends[number] = tuple(ends)
+        return known
 
     def probes(self, number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Element indices of both ends of each region on a storage, shape (regions, elements looked at)."""
@@ -258,6 +275,10 @@ def rules_of(
         else:
             for number, part in entry.writes:
                 out.regions.setdefault(number, []).append(part)
+    single = Counter(
+        [entry.number for entry in manifest.names.values() if entry.kind >= 0 and entry.part is not None]
+    )
+    out.alone = {n: count for n, count in single.items() if count == len(manifest.expected[n])}
     return out if out.regions else None
 
 

@@ -393,7 +393,8 @@ class WeightLoadSession:
         # Outside the modes: filling a stage from the storage that it stands for must not be redirected to it.
         wanted = fill.restore(self, touched)
         self.processed = wanted
-        self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
+        if self.life.manifest.provisional:  # the commit makes one of it
+            self.written = {n: t.written.copy() for n, t in self.stage.by_number.items() if t.written}
         self.stage.forget_placeholders()
         with self.inside():
             self._process(wanted - early)

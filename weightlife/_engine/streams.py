@@ -7,6 +7,7 @@ knows when the loader is done with one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from time import perf_counter
@@ -25,14 +26,18 @@ Begin = Callable[[Any, Any, bool], torch.Tensor | None]
 Item = tuple[str, torch.Tensor]
 
 _PAIRS = (tuple, list)
+# Iterators of C over what is there already: pulling them runs nobody's code. By type: a list of another class may
+# have a generator for `__iter__`.
+_KEPT: tuple[Iterable[Any], ...] = ([], (), {}.items(), OrderedDict[str, torch.Tensor]().items())
+_STILL = {type(iter(value)) for value in _KEPT}
 
 
 def items(
     receiver: Receiver, weights: Iterable[Item], begin: Begin, between: Callable[[], None], home: int
 ) -> Iterator[Item]:
     """Every item is observed."""
-    plain = isinstance(weights, (list, tuple))
     source = iter(weights)
+    plain = type(source) in _STILL
     while True:
         here = receiver.puller = get_ident()
         began = perf_counter()
@@ -71,16 +76,17 @@ def ruled(
     home: int,
 ) -> Iterator[Item]:
     """As `items`, for a source whose items may have rules. What is not by rule goes the same way as there."""
-    plain = isinstance(weights, (list, tuple))
-    # A list and the host's own reader do nothing with the model. A generator may, and is watched.
-    quiet, reader = plain or receiver.trusted, receiver.trusted
     source, ident, clock = iter(weights), get_ident, perf_counter
+    plain = type(source) in _STILL
+    # A list, a dict and the host's own reader do nothing with the model. A generator may, and is watched.
+    quiet, reader = plain or receiver.trusted, receiver.trusted
     names, received, ready, seen, index = trust.names, trust.received, trust.ready, trust.seen, receiver.index
     kinds, pending, simple = DTYPE_NAMES, trust.pending, trust.simple
     tensors, strided = torch.Tensor, torch.strided
     receiver.depth = -2  # another call may have found other modes
     while True:
-        if receiver.aside and ident() != home:
+        here = ident()
+        if receiver.aside and here != home:
             # The mode can't be put back onto another thread's stack: what that one writes meanwhile is not seen.
             if receiver.lost is None:
                 receiver.lost = trust.broken("a loader went on to read its source in another thread", [])
@@ -90,7 +96,7 @@ def ruled(
                 receiver.aside = False
             else:
                 receiver.stand()
-        here = receiver.puller = ident()
+        receiver.puller = here
         began = clock()
         try:
             item = (

@@ -14,8 +14,11 @@ model, repeats, calls of another loader or under a caller's own dispatch modes, 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +30,7 @@ from weightlife._engine.rules import identity as identity_of
 from weightlife._engine.skeleton import DTYPE_NAMES, view_on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from weightlife._engine.manifest import Received
     from weightlife._engine.session import WeightLoadSession
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 # One item in so many, on average, is observed and compared. An observed one costs 20 us more than one by rule.
 SAMPLE_ONE_IN = 256
 
+_NUMBER = attrgetter("number")
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,9 +69,12 @@ class Trust:
         self.sample: Received | None = None  # the rule of the item that is observed though it has one
         self.simple = self.deferred and session.announced is None
         self._random = random.Random(os.urandom(16))
-        self._word = torch.frombuffer(bytearray(os.urandom(PROBE_BYTES)), dtype=torch.uint8)
+        self._word = os.urandom(PROBE_BYTES)
+        self._words: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.left = self._random.randrange(1, 2 * SAMPLE_ONE_IN)
         self._planted: dict[int, Track] = {}
+        # Storage -> names of one region each that were credited, or seen to write what their rule says.
+        self._sound: Counter[int] = Counter()
         self.cut = False  # the last call ended inside of an item by rule
 
     def serves(self, load: Any) -> bool:
@@ -137,13 +144,34 @@ class Trust:
     def fold(self) -> None:
         """Enter what is pending: somebody is going to ask the ledger."""
         if self.pending:
-            self.session.intake.credit(self.pending)
+            self.session.intake.credit(self.pending, self._fill() if self.deferred else frozenset())
             self.done += self.pending
             self.pending.clear()
 
+    def _fill(self) -> set[int]:
+        """Enter storages that are whole with what is pending, without looking at their regions. Returns them.
+
+        Each name of `alone` writes one region that no other name writes, and comes once (`received`). So as many
+        of them as there are regions are all regions, if nothing else was written there.
+        """
+        filled = set()
+        for number, count in Counter(map(_NUMBER, self.pending)).items():
+            if number < 0:
+                continue
+            self._sound[number] += count
+            track = self.stage.by_number[number]
+            before = self._sound[number] - count
+            if self._sound[number] == self.rules.alone.get(number) and track.written.total() == before:
+                expected = self.session.life.manifest.expected[number]
+                track.written = Counter(expected)
+                track.ever.update(dict(expected))  # of a plain dict a set takes the hashes over: 0.1 us each
+                filled.add(number)
+        return filled
+
     def observe(self, name: str) -> None:
-        """An item of this name is going to be observed."""
-        self.fold()
+        """An item of this name is going to be observed. What is pending waits on, for nobody who looks by the ledger."""
+        if not self.deferred:
+            self.fold()
         entry = self.names.get(name)
         # Also for names without a rule: what they write must be staged before the loader sees the item, or a later
         # one on the same storage could come by a view of the memory that serves.
@@ -162,6 +190,8 @@ class Trust:
             return
         if plain and found.writes == rule.writes:
             self.seen.add(rule.kind)
+            if rule.part is not None:
+                self._sound[rule.number] += 1
             return
         believed = rule.kind in self.seen
         self._stop(f"{name} was not loaded as in the first load")
@@ -202,16 +232,9 @@ class Trust:
             or track.stage is not None
         ):
             return False
-        if not track.placeholder:
-            if not stage.isolated or self._touched_by_others(track, number):
-                return False
-            receiver.stage_quietly(track)
-        before, receiver.suspended = receiver.suspended, True  # the marks are no writes of the loader's
-        try:
-            flat, word, index = self._probes(track)
-            flat[index] = word
-        finally:
-            receiver.suspended = before
+        if not track.placeholder and (not stage.isolated or self._touched_by_others(track, number)):
+            return False
+        receiver.unseen(self._mark, track)
         self._planted[number] = track
         self.ready[number] = True
         return True
@@ -226,14 +249,56 @@ class Trust:
                 return True
         return not track.tensors
 
+    def _mark(self, track: Track) -> None:
+        """Make B's memory of a storage, and put the word where rules will write."""
+        receiver = self.session.receiver
+        assert receiver is not None
+        if not track.placeholder:
+            receiver.stage_quietly(track)
+        ends = self._ends(track)
+        if ends:
+            start = track.current.data_ptr()
+            for at in ends:
+                ctypes.memmove(start + at, self._word, PROBE_BYTES)
+            return
+        before, receiver.suspended = receiver.suspended, True  # the marks are no writes of the loader's
+        try:
+            flat, word, index = self._probes(track)
+            flat[index] = word
+        finally:
+            receiver.suspended = before
+
+    def _ends(self, track: Track) -> Sequence[int]:
+        """Where the word is put by itself, in bytes; () where all are written at once."""
+        assert track.number is not None
+        memory = track.current
+        if memory.device.type != "cpu":
+            return ()
+        ends = self.rules.ends(track.number, track.dtype.itemsize)
+        return ends if ends and max(ends) + PROBE_BYTES <= memory.nbytes() else ()
+
     def _probes(self, track: Track) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All of B's memory of a storage as integers, the word as such, and where it is looked for."""
+        """All of B's memory of a storage as integers, the word at both ends as such, and where it is looked for."""
         assert track.number is not None
         integer = _INTEGER[track.dtype.itemsize]
         flat = view_on(track.current, integer, 0, (track.numel,), (1,))
-        index = self.rules.probes(track.number, track.dtype, flat.device)
-        word = self._word.view(integer).to(flat.device)
-        return flat, word.repeat(index.shape[1] // word.numel()), index
+        key = integer, flat.device
+        if key not in self._words:
+            both = torch.frombuffer(bytearray(self._word * 2), dtype=torch.uint8)
+            self._words[key] = both.view(integer).to(flat.device)
+        return flat, self._words[key], self.rules.probes(track.number, track.dtype, flat.device)
+
+    def _left(self, track: Track) -> list[int]:
+        """Positions of the rules' regions of which an end still holds the word."""
+        ends = self._ends(track)
+        if ends:
+            start, word = track.current.data_ptr(), self._word
+            held = [ctypes.string_at(start + at, PROBE_BYTES) == word for at in ends]
+            return [i // 2 for i, there in enumerate(held) if there] if True in held else []
+        flat, both, index = self._probes(track)
+        left = (flat[index] == both).view(len(index), 2, -1).all(dim=2).any(dim=1)
+        found: list[int] = left.nonzero().flatten().tolist() if bool(left.any()) else []
+        return found
 
     def strayed(self) -> bool:
         """For an abort: whether an item that ran by rule left its marks; the last one may have been cut short."""
@@ -260,13 +325,11 @@ class Trust:
         for number in wanted:
             track = self._planted.pop(number)
             self.ready[number] = False
-            flat, word, index = self._probes(track)
-            width = index.shape[1] // 2
-            left = (flat[index] == word).view(len(index), 2, width).all(dim=2).any(dim=1)
-            if not bool(left.any()):
+            left = self._left(track)
+            if not left:
                 continue
             regions = self.rules.regions[number]
-            marked = {regions[i] for i in left.nonzero().flatten().tolist()}
+            marked = {regions[i] for i in left}
             bad = {
                 id(entry) for entry in self.done if any(n == number and p in marked for n, p in entry.writes)
             }

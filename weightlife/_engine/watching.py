@@ -271,6 +271,16 @@ class Watch(UntracedMode):
         else:
             put_below(self, self.depth)
 
+    def unseen(self, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)`, of which nothing is shown if this stands on top of the stack."""
+        if not self._on_top():
+            return call(*args)
+        pop(None)
+        try:
+            return call(*args)
+        finally:
+            push(self)
+
     def outside(self, source: Iterator[Any]) -> Any:
         """`next(source)` unseen: safetensors' own operators are not the ledger's business.
 
