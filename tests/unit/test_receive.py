@@ -423,7 +423,7 @@ class TestSampled:
     def test_two_of_a_kind_are_watched(self) -> None:
         mode = CustomOperators(None, None)
         seen = []
-        with Sampled(mode) as sampled:
+        with Sampled(mode, {}, 1) as sampled:
             for name in [*self.names(5), "layers.9.norm"]:
                 sampled.begin(name)
                 seen.append(torch._C._len_torch_function_stack())
@@ -432,9 +432,30 @@ class TestSampled:
         assert seen == [1, 1, 0, 0, 0, 1]
         assert (after, torch._C._len_torch_function_stack()) == (1, 0)
 
+    def test_a_second_call_is_watched_anew_and_its_kinds_are_the_same(self) -> None:
+        kinds: dict[Any, Any] = {}
+        mode = CustomOperators(None, None)
+        seen, found = [], set()
+        for call in (1, 2):
+            with Sampled(mode, kinds, call) as sampled:
+                for name in self.names(3):
+                    found.add(sampled.begin(name, torch.ones(2)))
+                    seen.append(torch._C._len_torch_function_stack())
+        assert seen == [1, 1, 0, 1, 1, 0]
+        assert len(found) == len(kinds) == 1
+
+    def test_alike_are_names_that_differ_in_numbers_with_tensors_of_one_shape_and_dtype(self) -> None:
+        kinds: dict[Any, Any] = {}
+        with Sampled(CustomOperators(None, None), kinds, 1) as sampled:
+            one = sampled.begin("a.1.\ud800", torch.ones(2))
+            assert sampled.begin("a.22.\ud800", torch.zeros(2)) is one
+            others = [("a.1.b", torch.ones(2)), ("a.1.\ud800", torch.ones(1, 2)), ("a.1.\ud800", torch.ones(2).half()),
+                      ("a.1.\ud800", None)]  # fmt: skip
+            assert len({one, *(sampled.begin(name, tensor) for name, tensor in others)}) == 5
+
     def test_a_loader_that_fails_in_the_middle(self) -> None:
         def load() -> None:
-            with Sampled(CustomOperators(None, None)) as sampled:
+            with Sampled(CustomOperators(None, None), {}, 1) as sampled:
                 for name in self.names(3):
                     sampled.begin(name)
                 raise Boom
@@ -453,7 +474,7 @@ class TestSampled:
                 with torch.device("cpu"):
                     yield name
 
-        with Sampled(mode) as sampled, torch.device("meta"):
+        with Sampled(mode, {}, 1) as sampled, torch.device("meta"):
             depths = [torch._C._len_torch_function_stack() for _ in through(self.names(4))]
         assert depths == [3, 3, 3, 3]  # below a mode of another's it stays
         assert torch._C._len_torch_function_stack() == 0

@@ -55,8 +55,7 @@ class FirstLoad:
         self.learner = rules.Learner(life.skeleton, life.host.rank()[1])
         self._receiver: Receiver | None = None
         self._wrapped = False  # tensors of a class with a dispatch of its own are about
-        self._kind = ""
-        self._sizes: dict[Any, tuple[tuple[int, ...], str, int]] = {}
+        self._kind: rules.Kind | None = None
         self._tensor: Any = None
         self.tensors = 0
         self.nbytes = 0
@@ -97,14 +96,16 @@ class FirstLoad:
         receiver.trusted = True  # nothing is read from the source that could be of this model
         copies = receiver.copies = HostCopies.of(self.life.model)
         operators = CustomOperators(receiver, None)
-        sampled = Sampled(operators)
+        self.learner.call(load)
+        kinds = self.learner.kinds
+        sampled = Sampled(operators, kinds, self.learner.calls)
 
         quick = self._plain_tensors()
 
         def begin(name: Any, tensor: Any, followed: bool) -> None:
             text = str(name)
             # In a thread of the loader's the stacks of modes are others.
-            kind = sampled.begin(text, tensor) if followed else rules.kind_of(text)
+            kind = sampled.begin(text, tensor) if followed else rules.kind_of(kinds, text, tensor)
             if followed:
                 # Two alike were seen under the mode, and nothing of a class with a dispatch of its own.
                 if quick and sampled.off and type(tensor) in _PLAIN and not receiver.wrapped:
@@ -123,7 +124,6 @@ class FirstLoad:
 
         receiver.after = after
         self._receiver = receiver
-        self.learner.call(load)
 
         self.account.phase("receive")
         started, before = time.perf_counter(), (self.tensors, self.nbytes)
@@ -179,17 +179,15 @@ class FirstLoad:
             self.reads_first.add(number)
             self.life.skeleton.keep_unwritten(number, None)
 
-    def _begin(self, name: str, tensor: Any, followed: bool, kind: str) -> None:
+    def _begin(self, name: str, tensor: Any, followed: bool, kind: rules.Kind) -> None:
+        like = kind.like
         if isinstance(tensor, torch.Tensor):
-            key = (tensor.shape, tensor.dtype)
-            # Shape, dtype and bytes: one object for all that are alike, kept 94,000 times otherwise.
-            like = self._sizes.get(key)
             if like is None:
                 nbytes = tensor.numel() * tensor.element_size()
-                like = self._sizes[key] = (tuple(tensor.shape), dtype_name(tensor), nbytes)
+                like = kind.like = (tuple(tensor.shape), dtype_name(tensor), nbytes)
             self.sources.add(storage_key(tensor) or 0)
-        else:
-            like = ((), "", 0)
+        elif like is None:
+            like = kind.like = ((), "", 0)
         entry = Received(*like, like)
         if name in self.received:
             self.learner.again(self.received[name])
@@ -203,7 +201,7 @@ class FirstLoad:
         self.nbytes += like[2]
 
     def _end(self, plain: bool) -> None:
-        if self.current is not None:
+        if self.current is not None and self._kind is not None:
             self.learner.end(self.current, self._kind, self._tensor, plain)
         self.current = self._tensor = None
         self._item += 1

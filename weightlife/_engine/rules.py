@@ -37,14 +37,33 @@ FEW = 16
 SAMPLE_BYTES = 64
 
 _ATOMS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
-_NOT_DIGITS = str.maketrans("", "", "0123456789")
 _COPY = torch.ops.aten.copy_.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def kind_of(name: str) -> str:
-    """A source name without its numbers: names of one kind are loaded by the same lines."""
-    return name.translate(_NOT_DIGITS)
+class Kind:
+    """What is loaded by the same lines: source names that differ in numbers only, with tensors of one shape and dtype."""
+
+    __slots__ = ("call", "like", "numbers", "seen")
+
+    def __init__(self) -> None:
+        self.call = 0  # the load call that `seen` is of
+        self.seen = 0  # items in it, up to two
+        self.like: tuple[Any, ...] | None = (
+            None  # shape, dtype and bytes of a tensor: one object, kept by all
+        )
+        self.numbers: dict[Any, int] = {}  # sizes of the storages that were written -> number of the kind
+
+
+def kind_of(kinds: dict[Any, Kind], name: str, tensor: Any) -> Kind:
+    """The kind of an item, made where it is the first of it."""
+    # Through bytes, which lose their digits in a third of the time that a string takes.
+    rest = name.encode("utf-8", "surrogatepass").translate(None, b"0123456789")
+    key = (rest, tensor.dtype, tensor.shape) if isinstance(tensor, torch.Tensor) else rest
+    kind = kinds.get(key)
+    if kind is None:
+        kind = kinds[key] = Kind()
+    return kind
 
 
 class _UnknownError(Exception):
@@ -132,7 +151,8 @@ class Learner:
         self.storages = skeleton.storages
         self.ranks = ranks
         self.samples: dict[int, int] = {}  # storage -> of what came for it, where several ranks get something
-        self.kinds: dict[tuple[Any, ...], int] = {}
+        self.kinds: dict[Any, Kind] = {}
+        self._numbers = 0
         self.odd: set[int] = set()  # kinds of which some item did more than copy
         self.loader: Any = None
         self.calls = 0
@@ -146,17 +166,17 @@ class Learner:
         self.loader = now
         self.calls += 1
 
-    def end(self, entry: Received, kind: str, tensor: Any, plain: bool) -> None:
+    def end(self, entry: Received, kind: Kind, tensor: Any, plain: bool) -> None:
         """An item is done. `plain`: only views were made, and all that was written was copied from its tensor."""
         # Names that differ in numbers only may lead to other parameters (w1 and w2 of an expert): by their sizes.
         if entry.part is not None:
             sizes: Any = self.storages[entry.number].nbytes
         else:
             sizes = tuple([self.storages[storage].nbytes for storage, _ in entry.writes])
-        key = (kind, entry.like, sizes)
-        number = self.kinds.get(key)
+        number = kind.numbers.get(sizes)
         if number is None:
-            number = self.kinds[key] = len(self.kinds)
+            number = kind.numbers[sizes] = self._numbers
+            self._numbers += 1
         entry.kind = number
         if not plain or not entry.writes or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
             self.odd.add(number)
@@ -283,5 +303,5 @@ def rules_of(
 
 
 __all__ = [
-    "Learner", "Rules", "can_probe", "copies_own", "identity", "kind_of", "probe_index", "rules_of", "same_loader",
+    "Kind", "Learner", "Rules", "can_probe", "copies_own", "identity", "kind_of", "probe_index", "rules_of", "same_loader",
 ]  # fmt: skip
