@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.pages import Place
     from weightlife.source_checks import Source
 
 __all__ = ["verify"]
@@ -151,9 +152,10 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
 class _File:
     """One safetensors file, opened when a tensor of it is asked for."""
 
-    def __init__(self, prefix: str, path: Path, held: Iterable[str]) -> None:
+    def __init__(self, prefix: str, path: Path, held: Iterable[str], found: Source) -> None:
         self.path = path
         self.names = {f"{prefix}{name}": name for name in held}
+        self._found = found
         self._places: dict[str, int] = {}
         self._opened: Any = None
         self._given: set[str] = set()
@@ -171,6 +173,12 @@ class _File:
         for name in sorted(mine, key=lambda name: self._places[self.names[name]]):
             yield name, self._opened.get_tensor(self.names[name])
 
+    def place(self, name: str) -> Place:
+        """Where a tensor of this file is."""
+        from weightlife._engine.pages import Place
+
+        return Place(str(self.path), self._found.stamps[self.path.name], self._found.places[self.names[name]])
+
 
 class Folder:
     """Single tensors out of folders of safetensors files, in the order in which a load reads them.
@@ -186,7 +194,7 @@ class Folder:
         for _, _, found in parts:
             found.require()
         self._files = [
-            _File(prefix, folder / file, held)
+            _File(prefix, folder / file, held, found)
             for prefix, folder, found in parts
             for file, held in found.files.items()
         ]
@@ -194,6 +202,10 @@ class Folder:
     def names(self) -> list[str]:
         """All names."""
         return [name for file in self._files for name in file.names]
+
+    def place(self, name: str) -> Place | None:
+        """Where a tensor is."""
+        return next((file.place(name) for file in self._files if name in file.names), None)
 
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Some tensors, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.

@@ -224,6 +224,9 @@ class _Files:
     def names(self) -> list[str]:
         return list(self.weights)
 
+    def place(self, name: str) -> None:
+        return None
+
     def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, value.clone()) for name, value in self.weights.items() if name in names)
 
