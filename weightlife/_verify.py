@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.pages import Place
+    from weightlife._engine.proof import Instead
     from weightlife.source_checks import Source
 
 __all__ = ["verify"]
@@ -160,7 +161,7 @@ class _File:
         self._opened: Any = None
         self._given: set[str] = set()
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of some tensors that are here, as `Folder.read`."""
         mine = names & self.names.keys()
         if mine and (self._opened is None or mine & self._given):
@@ -171,13 +172,15 @@ class _File:
             self._given = set()
         self._given |= mine
         for name in sorted(mine, key=lambda name: self._places[self.names[name]]):
-            yield name, self._opened.get_tensor(self.names[name])
+            given = instead(name)
+            yield name, self._opened.get_tensor(self.names[name]) if given is None else given
 
     def place(self, name: str) -> Place:
         """Where a tensor of this file is."""
         from weightlife._engine.pages import Place
 
-        return Place(str(self.path), self._found.stamps[self.path.name], self._found.places[self.names[name]])
+        own, found = self.names[name], self._found
+        return Place(str(self.path), found.stamps[self.path.name], found.places[own], found.headers[own])
 
 
 class Folder:
@@ -207,13 +210,13 @@ class Folder:
         """Where a tensor is."""
         return next((file.place(name) for file in self._files if name in file.names), None)
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some tensors, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
+    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
+        """Some tensors, or what there is instead of them, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
 
         A tensor that is asked for again comes from another mapping, so that nobody gets what somebody wrote.
         """
         for file in self._files:
-            yield from file.read(names)
+            yield from file.read(names, instead)
 
 
 class _Bar:

@@ -227,7 +227,7 @@ class _Files:
     def place(self, name: str) -> None:
         return None
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: set[str], _: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, value.clone()) for name, value in self.weights.items() if name in names)
 
 

@@ -19,20 +19,22 @@ from typing import NamedTuple
 
 import torch
 
+from weightlife._declared import Header
 from weightlife.source_checks import Stamp, stamp_of
 
 PAGE = mmap.PAGESIZE
-# Bytes of a piece below which a mapping of its own (2 us, and a kernel's record of it) is no better than a copy.
+# Bytes of a piece below which a mapping of its own (10 us, and a kernel's record of it) is no better than a copy.
 LEAST = 16 * PAGE
 _FIXED = 0x10  # MAP_FIXED: the same on all architectures of Linux that PyTorch runs on
 
 
 class Place(NamedTuple):
-    """Where the elements of a source tensor are: file, which one that was, and byte."""
+    """Where the elements of a source tensor are: file, which one that was, byte, and what its header says."""
 
     path: str
     stamp: Stamp
     offset: int
+    header: Header
 
 
 @lru_cache(maxsize=1)
@@ -51,7 +53,7 @@ def _mmap() -> ctypes._NamedFuncPointer | None:
     return found
 
 
-def residue(places: Iterable[tuple[int, int, Place | None]], nbytes: int, itemsize: int) -> int | None:
+def residue(places: Iterable[tuple[int, int, Place]], nbytes: int, itemsize: int) -> int | None:
     """Where in a page a storage has to begin so that most of it can be mapped; None where that is less than half.
 
     Args:
@@ -63,7 +65,7 @@ def residue(places: Iterable[tuple[int, int, Place | None]], nbytes: int, itemsi
         return None
     sizes: Counter[int] = Counter()
     for at, size, place in places:
-        if place is not None and size >= LEAST:
+        if size >= LEAST:
             sizes[(place.offset - at) % PAGE] += size
     for found, size in sizes.most_common():
         if found % max(itemsize, 8) == 0:
@@ -111,32 +113,44 @@ class Assembled:
         # The storage keeps the map alive. When that goes, the range is unmapped whole, whatever lies in it.
         made = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin)
         self.storage = made.untyped_storage()
-        self._base = made.data_ptr()
-        self._nbytes = nbytes
+        self._view = memoryview(self._map)
+        self._begin, self._base, self._nbytes = begin, made.data_ptr(), nbytes
         self._files = files
 
-    def put(self, at: int, tensor: torch.Tensor, place: Place | None) -> None:
-        """A piece from byte `at` on. `tensor`: contiguous, on the CPU. No operator runs: the storage may be watched."""
-        source, size = tensor.data_ptr(), tensor.nbytes
-        assert 0 <= at and at + size <= self._nbytes
-        begin, end = self._base + at, self._base + at + size
-        first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
-        if (
-            place is None
-            or last - first < LEAST - PAGE
-            or not self._mapped(first, last, place, first - begin)
-        ):
-            ctypes.memmove(begin, source, size)
-            return
-        ctypes.memmove(begin, source, first - begin)
-        ctypes.memmove(last, source + (last - begin), end - last)
+    def put(self, at: int, size: int, place: Place) -> int:
+        """A piece from byte `at` on, `size` bytes. No operator runs: the storage may be watched. Returns its address.
 
-    def _mapped(self, first: int, last: int, place: Place, skip: int) -> bool:
-        call, offset = _mmap(), place.offset + skip
-        if call is None or offset % PAGE:
-            return False
+        Raises:
+            OSError: the file can't be read, or lacks a part.
+        """
+        assert at >= 0 and at + size <= self._nbytes
+        begin = self._base + at
+        first, last = -(-begin // PAGE) * PAGE, (begin + size) // PAGE * PAGE
         opened = self._files.descriptor(place)
         if opened is None:
+            raise OSError("a file of the source was exchanged while it was read")
+        if last - first < LEAST - PAGE or not self._mapped(first, last, opened, place.offset + first - begin):
+            self._read(opened, at, size, place.offset)
+            return begin
+        head, tail = first - begin, begin + size - last
+        if head:
+            self._read(opened, at, head, place.offset)
+        if tail:
+            self._read(opened, at + size - tail, tail, place.offset + size - tail)
+        return begin
+
+    def _read(self, opened: int, at: int, size: int, offset: int) -> None:
+        into = self._view[self._begin + at : self._begin + at + size]
+        while into:
+            count = os.preadv(opened, [into], offset)
+            if not count:
+                raise OSError("a file of the source ends early")
+            into, offset = into[count:], offset + count
+
+    @staticmethod
+    def _mapped(first: int, last: int, opened: int, offset: int) -> bool:
+        call = _mmap()
+        if call is None or offset % PAGE:
             return False
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         got = call(first, last - first, protection, mmap.MAP_PRIVATE | _FIXED, opened, offset)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
+Instead = Callable[[str], torch.Tensor | None]
+Weights = Callable[[set[str], Instead], Pairs]
 Progress = Callable[[int, int], None]
 """Told of bytes that were rebuilt, and of all that will be."""
 
@@ -53,8 +55,8 @@ class Files(Protocol):
     def place(self, name: str) -> Place | None:
         """Where a tensor is, if its elements are bytes of a file."""
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of them, in that order.
+    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
+        """Some of them, in that order; of each what `instead` has, if that is something.
 
         Their memory may stand for the model's, and be written to: it is given to nobody else, and who asks again gets
         the source's values.
@@ -102,12 +104,12 @@ class _Proof:
     generation: int = 0
     ground: Ground | None = None
     files: pages.Files = field(default_factory=pages.Files)
-    place: Callable[[str], Place | None] = lambda name: None  # noqa: E731
+    place: Callable[[str], Place | None] = lambda name: None
     lend: bool = True  # memory of a source that can be read again may stand for a copy of it
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def batch(self, groups: list[Group], weights: Callable[[set[str]], Pairs], again: bool) -> None:
+    def batch(self, groups: list[Group], weights: Weights, again: bool) -> None:
         """Rebuild and compare some groups.
 
         Args:
@@ -144,7 +146,7 @@ class _Proof:
             self.done += group.nbytes
         self.progress(self.done, self.total)
 
-    def _one(self, group: Group, weights: Callable[[set[str]], Pairs], lend: bool) -> None:
+    def _one(self, group: Group, weights: Weights, lend: bool) -> None:
         life = self.life
         with life.owned("verify"):
             quiet(life)
@@ -209,10 +211,12 @@ class _Proof:
         group.names = [n for n in group.names if not any(number in gone for number, _ in written[n].writes)]
         return True
 
-    def _rehearse(self, rehearsal: Rehearsal, weights: Callable[[set[str]], Pairs]) -> None:
+    def _rehearse(self, rehearsal: Rehearsal, weights: Weights) -> None:
         life, group, found = self.life, rehearsal.group, self.found
         started = time.perf_counter()
-        rehearsal.rebuild(self.load, self._counted(weights(set(group.names))), trusted=True)
+        rehearsal.rebuild(
+            self.load, self._counted(weights(set(group.names), rehearsal.pieces.instead)), trusted=True
+        )
         rehearsal.phase(None)
         compared = time.perf_counter()
         with life.entered(), torch.no_grad():
@@ -450,7 +454,7 @@ def _stream(proof: _Proof, source: Any) -> None:
         if not ready:
             return
         tensors = [pair for group in ready for pair in waiting.pop(id(group))]
-        proof.batch(list(ready), lambda names: [pair for pair in tensors if pair[0] in names], again=False)
+        proof.batch(list(ready), lambda names, _: [pair for pair in tensors if pair[0] in names], again=False)
         held -= sum(tensor.nbytes for _, tensor in tensors)
         ready.clear()
 

@@ -19,15 +19,14 @@ from weightlife._engine.footprint import Plan
 from weightlife._engine.ground import Ground
 from weightlife._engine.groups import Group
 from weightlife._engine.intake import Intake
-from weightlife._engine.ledger import Region
+from weightlife._engine.pages import Place
+from weightlife._engine.pieces import Pieces
 from weightlife._engine.receive import Receiver
 from weightlife._engine.registry import OpenSessions, current
 from weightlife._engine.session import State, WeightLoadSession
-from weightlife._engine.pages import Place
-from weightlife._engine.skeleton import DTYPE_NAMES, view_on
+from weightlife._engine.skeleton import DTYPE_NAMES
 from weightlife._engine.stage import Stage
 from weightlife._engine.track import Track
-from weightlife._engine.trust import Trust
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
@@ -112,12 +111,7 @@ class Rehearsal(WeightLoadSession):
         self.ground = ground
         self.lendable: dict[str, int] = self._whole_tensors() if lend else {}
         self.lent: dict[int, torch.UntypedStorage | None] = {}  # storage number -> what was there before
-        self.files = files
-        self.begins: dict[int, int] = {}  # number of a storage that is put together -> its place in a page
-        self.pieces: dict[str, tuple[int, int, Place | None]] = {}  # name -> number, byte, where it is
-        self.assembled: dict[int, pages.Assembled] = {}
-        if lend:
-            self._find_pieces(place)
+        self.pieces = Pieces(self, place if lend else None, files)
         self.whole_model = whole
         self.arena = arena
         self.running: int | None = None  # the layer whose hook runs
@@ -201,7 +195,7 @@ class Rehearsal(WeightLoadSession):
         self.state = State.ABORTED
         self.stage = self.receiver = self.operators = self.trust = None
         self.lent.clear()
-        self.assembled.clear()
+        self.pieces.drop()
         self.arena.reset()
         if interrupted is not None:
             raise interrupted
@@ -210,7 +204,7 @@ class Rehearsal(WeightLoadSession):
         """Generation A as it is, and S0 of these layers to come into the module tree. Use it `opened()`."""
         self.stage = self.ground
         self.ground.begin(self._plan, self.group.numbers, self.arena.take)
-        self.ground.lendable = frozenset(self.lendable.values()) | self.begins.keys()
+        self.ground.lendable = frozenset(self.lendable.values()) | self.pieces.begins.keys()
         self.receiver = self._watch(self.stage)
         return self.stage
 
@@ -273,74 +267,15 @@ class Rehearsal(WeightLoadSession):
                 found[name] = number
         return found
 
-    def _find_pieces(self, place: Callable[[str], Place | None]) -> None:
-        """Storages that can be put together of several whole tensors of files, each at a place of its own."""
-        manifest, storages = self.life.manifest, self.life.skeleton.storages
-        mine: dict[int, list[tuple[str, Region]]] = {}
-        for name in self.group.names:
-            entry = manifest.names[name]
-            for number, part in entry.writes:
-                mine.setdefault(number, []).append((name, part))
-        for number, parts in mine.items():
-            entry_, expected = storages[number], manifest.expected.get(number)
-            if (
-                number not in self.group.numbers
-                or number in manifest.reads_first
-                or entry_.nbytes < _LENT_BYTES
-                or entry_.device.type != "cpu"
-                or len(parts) < 2
-                or expected != dict.fromkeys((part for _, part in parts), 1)
-                or len(expected) != len(parts)
-            ):
-                continue
-            size = entry_.dtype.itemsize
-            if not all(
-                part.strides == (1,)
-                and (known := manifest.names[name]).dtype == DTYPE_NAMES[entry_.dtype]
-                and len(known.writes) == 1
-                and known.nbytes == part.numel * size
-                for name, part in parts
-            ):
-                continue
-            places = [(name, part.offset * size, part.numel * size, place(name)) for name, part in parts]
-            begin = pages.residue([found[1:] for found in places], entry_.nbytes, size)
-            if begin is not None:
-                self.begins[number] = begin
-                self.pieces.update((name, (number, at, where)) for name, at, _, where in places)
-
     def _lending(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             number = self.lendable.get(name)
             if number is not None:
                 if number not in self.lent and self._fits(tensor, number):
-                    self._stand_for(number, tensor.untyped_storage())
-            elif name in self.pieces:
-                yield name, self._put_together(name, tensor)
-                continue
+                    self.stand_for(number, tensor.untyped_storage())
             yield name, tensor
 
-    def _put_together(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor at its place among the others of its storage; itself where it is not as in the first load."""
-        number, at, place = self.pieces[name]
-        entry, known = self.life.skeleton.storages[number], self.life.manifest.names[name]
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.device != entry.device
-            or tensor.dtype != entry.dtype
-            or tuple(tensor.shape) != known.shape
-            or not tensor.is_contiguous()
-        ):
-            return tensor
-        whole = self.assembled.get(number)
-        if whole is None:
-            if not self._free(number):
-                return tensor
-            whole = self.assembled[number] = pages.Assembled(entry.nbytes, self.begins[number], self.files)
-            self._stand_for(number, whole.storage)
-        whole.put(at, tensor, place)
-        return view_on(whole.storage, tensor.dtype, at // entry.dtype.itemsize, tensor.shape, tensor.stride())
-
-    def _stand_for(self, number: int, storage: torch.UntypedStorage) -> None:
+    def stand_for(self, number: int, storage: torch.UntypedStorage) -> None:
         """Memory that holds what a load writes is generation B's of a storage."""
         assert self.receiver is not None
         gone = self.lent[number] = self.ground.lend(number, storage)
@@ -350,7 +285,7 @@ class Rehearsal(WeightLoadSession):
             dead = Track(None, gone, gone.nbytes(), dtype, True, "", retired=-1)
             self.ground.index[int(gone._cdata)] = dead
 
-    def _free(self, number: int) -> bool:
+    def free(self, number: int) -> bool:
         """Whether nobody wrote a storage yet."""
         track = self.ground.by_number.get(number)
         return track is not None and track.stage is None and not track.ever
@@ -364,7 +299,7 @@ class Rehearsal(WeightLoadSession):
             and tensor.dtype == entry.dtype
             and tensor.is_contiguous()
             and tensor.untyped_storage().nbytes() == entry.nbytes == tensor.nbytes
-            and self._free(number)
+            and self.free(number)
         )
 
     def rebuild(self, load: Any, weights: Iterable[tuple[str, torch.Tensor]], trusted: bool) -> None:
@@ -378,9 +313,9 @@ class Rehearsal(WeightLoadSession):
         self.phase("prepare")
         stage.present()
         if self._may_trust():
-            self.trust = Trust(self)
+            self.trust = self.pieces.trust()
             # Nothing is to be marked there.
-            self.trust.ready.update(dict.fromkeys([*self.lendable.values(), *self.begins], False))
+            self.trust.ready.update(dict.fromkeys([*self.lendable.values(), *self.pieces.begins], False))
         self.state = State.PREPARED
         self.receiver.trusted = trusted
         self.phase("receive")
@@ -391,6 +326,7 @@ class Rehearsal(WeightLoadSession):
             stage.show_b()
             if self.trust is not None:
                 self.trust.check()
+            self.pieces.looked()
             self.note_replaced()
             touched = self.touched()
             outside = (touched - self.group.layers) & self.life.plan.layers.keys()
