@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _memory import measured, trim
+from _memory import measured, peak_of, trim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,6 +131,43 @@ class Engine:
         del model
         gc.collect()
         return self._load_phase()
+
+    def hooks(self) -> dict[str, Any]:
+        """What the host's own hook of the largest layer needs in a cold load: that layer as it was loaded, and more.
+
+        Another model object is loaded in the warm process. Private memory is read by a thread while the hook runs; the
+        level is that before the layer was loaded, so its parameters are added.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import base_loader, get_model_loader
+
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        config = copy.copy(runner.vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        found: dict[str, Any] = {"bytes": 0, "peak_bytes": 0}
+
+        def process(model: Any, *_: Any) -> None:
+            for layer in model.modules():
+                hook = getattr(getattr(layer, "quant_method", None), "process_weights_after_loading", None)
+                size = sum(p.nbytes for p in layer.parameters(recurse=False))
+                if hook is None or size < found["bytes"]:
+                    continue
+                trim()
+                with peak_of() as over:
+                    hook(layer)
+                found.update(bytes=size, peak_bytes=size + over[0])
+
+        stock, base_loader.process_weights_after_loading = base_loader.process_weights_after_loading, process
+        try:
+            with set_current_vllm_config(config):
+                model = get_model_loader(config.load_config).load_model(config, config.model_config)
+        finally:
+            base_loader.process_weights_after_loading = stock
+        del model
+        trim()
+        return found
 
     def hold(self, paths: list[str]) -> dict[str, Any]:
         """Read checkpoints into memory of this process, as a trainer beside it would have them."""

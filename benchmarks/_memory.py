@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,26 @@ def trim() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def peak_of() -> Iterator[list[int]]:
+    """The highest private memory of this process during the body over the level before it, in bytes, in a list of one."""
+    watch, done, out = Watch(os.getpid()), threading.Event(), [0]
+
+    def look() -> None:
+        while not done.wait(0.0005):
+            watch.sample()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield out
+        watch.sample()
+    finally:
+        done.set()
+        thread.join()
+        out[0] = watch.over or 0
 
 
 class Watch:

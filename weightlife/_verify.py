@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.pages import Place
+    from weightlife._engine.proof import Instead
     from weightlife.source_checks import Source
 
 __all__ = ["verify"]
@@ -151,14 +153,15 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
 class _File:
     """One safetensors file, opened when a tensor of it is asked for."""
 
-    def __init__(self, prefix: str, path: Path, held: Iterable[str]) -> None:
+    def __init__(self, prefix: str, path: Path, held: Iterable[str], found: Source) -> None:
         self.path = path
         self.names = {f"{prefix}{name}": name for name in held}
+        self._found = found
         self._places: dict[str, int] = {}
         self._opened: Any = None
         self._given: set[str] = set()
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of some tensors that are here, as `Folder.read`."""
         mine = names & self.names.keys()
         if mine and (self._opened is None or mine & self._given):
@@ -169,7 +172,15 @@ class _File:
             self._given = set()
         self._given |= mine
         for name in sorted(mine, key=lambda name: self._places[self.names[name]]):
-            yield name, self._opened.get_tensor(self.names[name])
+            given = instead(name)
+            yield name, self._opened.get_tensor(self.names[name]) if given is None else given
+
+    def place(self, name: str) -> Place:
+        """Where a tensor of this file is."""
+        from weightlife._engine.pages import Place
+
+        own, found = self.names[name], self._found
+        return Place(str(self.path), found.stamps[self.path.name], found.places[own], found.headers[own])
 
 
 class Folder:
@@ -186,7 +197,7 @@ class Folder:
         for _, _, found in parts:
             found.require()
         self._files = [
-            _File(prefix, folder / file, held)
+            _File(prefix, folder / file, held, found)
             for prefix, folder, found in parts
             for file, held in found.files.items()
         ]
@@ -195,13 +206,17 @@ class Folder:
         """All names."""
         return [name for file in self._files for name in file.names]
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some tensors, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
+    def place(self, name: str) -> Place | None:
+        """Where a tensor is."""
+        return next((file.place(name) for file in self._files if name in file.names), None)
+
+    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
+        """Some tensors, or what there is instead of them, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
 
         A tensor that is asked for again comes from another mapping, so that nobody gets what somebody wrote.
         """
         for file in self._files:
-            yield from file.read(names)
+            yield from file.read(names, instead)
 
 
 class _Bar:

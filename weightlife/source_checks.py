@@ -23,7 +23,7 @@ from typing import Any
 from weightlife import errors
 from weightlife._declared import Header
 
-__all__ = ["INDEX", "PATTERN", "Source", "header_of", "merged", "read"]
+__all__ = ["INDEX", "PATTERN", "Source", "Stamp", "header_of", "merged", "read", "stamp_of"]
 
 PATTERN = "*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,6 +45,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
+Stamp = tuple[int, int, int, int]
+"""Device, number, size and time of the last change of a file: another one is another file, or was written to."""
+
+
 class _HeaderError(ValueError):
     """A header that can't be what its writer meant."""
 
@@ -57,12 +61,16 @@ class Source:
         folder: its last path component, for messages.
         files: file name -> names of its tensors, in the order of the file.
         headers: tensor name -> dtype and shape; of a name in two files the last.
+        places: tensor name -> the byte of its file at which its elements begin.
+        stamps: file name -> which file it was when its header was read (`stamp_of`).
         problems: errors, not raised, in the order in which they were found.
     """
 
     folder: str
     files: dict[str, list[str]] = field(default_factory=dict)
     headers: dict[str, Header] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    stamps: dict[str, Stamp] = field(default_factory=dict)
     problems: list[errors.SourceError] = field(default_factory=list)
 
     def require(self) -> None:
@@ -134,8 +142,8 @@ def _say(out: Source, kind: type[errors.SourceError], message: str, tensors: Ite
 
 def _file(path: Path, out: Source) -> None:
     try:
-        header, size = _header(path)
-        tensors = list(_tensors(header, size))
+        header, stamp, begin = _header(path)
+        tensors = list(_tensors(header, stamp[2] - begin))
     except _HeaderError as error:
         _say(out, errors.TruncatedSourceError, f"{path.name!r}: {error}")
         return
@@ -144,6 +152,8 @@ def _file(path: Path, out: Source) -> None:
         return
     out.files[path.name] = [name for name, _ in tensors]
     out.headers.update(tensors)
+    out.places.update((name, begin + header[name]["data_offsets"][0]) for name, _ in tensors)
+    out.stamps[path.name] = stamp
 
 
 def header_of(path: str | os.PathLike[str]) -> dict[str, Header]:
@@ -153,15 +163,23 @@ def header_of(path: str | os.PathLike[str]) -> dict[str, Header]:
         TruncatedSourceError: it is shorter than its header says, or has none. OSError: it can't be opened.
     """
     try:
-        return dict(_tensors(*_header(Path(path))))
+        header, stamp, begin = _header(Path(path))
+        return dict(_tensors(header, stamp[2] - begin))
     except _HeaderError as error:
         raise errors.TruncatedSourceError(f"{Path(path).name!r}: {error}") from None
 
 
-def _header(path: Path) -> tuple[Mapping[str, Any], int]:
-    """The parsed header, and the number of bytes behind it."""
+def stamp_of(descriptor: int) -> Stamp:
+    """Which file an open one is."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _header(path: Path) -> tuple[Mapping[str, Any], Stamp, int]:
+    """The parsed header, which file it is of, and the byte behind it."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        stamp = stamp_of(file.fileno())
+        size = stamp[2]
         start = file.read(8)
         if len(start) < 8:
             raise _HeaderError(f"{size} bytes are no safetensors file")
@@ -174,7 +192,7 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
     header = _json(raw, "header")
     if not isinstance(header, dict):
         raise _HeaderError("its header is no JSON object")
-    return header, size - 8 - length
+    return header, stamp, 8 + length
 
 
 def _json(raw: bytes, what: str) -> Any:

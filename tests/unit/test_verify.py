@@ -149,15 +149,20 @@ class TestFaults:
         said = {d.path: d.what for d in weightlife.verify(served.model, served.weights.items()).differences}
         assert said == {"body.inner.0.scales": "missing", "body.inner.1.weight": "geometry"}
 
-    def test_native_memory_is_named_or_probed(self) -> None:
+    @pytest.mark.parametrize("kept", [0, 1 << 20])
+    def test_native_memory_is_named_or_probed(self, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(proof, "_KEPT_BYTES", kept)  # answers as digests, or themselves
         served = hookless(("dense", "native"))
         found = weightlife.verify(served.model, served.weights.items()).ranks[0]
         assert found.untold["native memory"]["paths"] == ["body.inner.1.handle"]
         served.host.probe = lambda layer: layer(torch.eye(WIDTH)) if hasattr(layer, "handle") else None  # type: ignore[method-assign]
         assert weightlife.verify(served.model, served.weights.items()).ranks[0].probed == 1
         other = served.checkpoint(3)
-        said = {d.path: d.what for d in weightlife.verify(served.model, other.items()).differences}
-        assert said["body.inner.1.handle"] == "native"
+        said = {d.path: d for d in weightlife.verify(served.model, other.items()).differences}
+        assert said["body.inner.1.handle"].what == "native"
+        assert 0 < said["body.inner.1.handle"].elements <= said["body.inner.1.handle"].numel
+        with unchanged(served.model):
+            assert weightlife.verify(served.model, served.weights.items()).ok
 
 
 class Peeking(Layer):
@@ -224,7 +229,10 @@ class _Files:
     def names(self) -> list[str]:
         return list(self.weights)
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def place(self, name: str) -> None:
+        return None
+
+    def read(self, names: set[str], _: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, value.clone()) for name, value in self.weights.items() if name in names)
 
 

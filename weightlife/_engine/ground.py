@@ -106,8 +106,9 @@ class Ground(Stage):
     def show_b(self) -> None:
         """As for every stage, which looks at all holders anew."""
         if not self.showing_b:
-            super().show_b()
+            # Of A, before B is written: what glances the same is not looked at when A is shown the next time.
             self._glances = {ident: slots.glance(holder.obj) for ident, holder in self.holders.items()}
+            super().show_b()
 
     def _module_slots(self) -> Iterator[tuple[slots.Holder, slots.Key, int]]:
         for number in self._numbers:

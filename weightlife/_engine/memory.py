@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 
 import torch
 
@@ -60,4 +62,22 @@ def set_aside() -> Iterator[None]:
             _aside = False
 
 
-__all__ = ["high_water", "peak", "set_aside"]
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    with suppress(OSError, TypeError):
+        return ctypes.CDLL(None)
+    return None
+
+
+def trim() -> None:
+    """Give what the C library's allocator keeps for later back to the system, where it can (glibc). 1 to 3 ms.
+
+    What hooks made and dropped stays in its heap below 32 MiB, and the next layer's, aligned otherwise, may not fit
+    into the hole: 16 MiB more for a layer of 24 MiB.
+    """
+    with suppress(AttributeError):
+        if (library := _library()) is not None:
+            library.malloc_trim(0)
+
+
+__all__ = ["high_water", "peak", "set_aside", "trim"]

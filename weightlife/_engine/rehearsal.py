@@ -7,25 +7,26 @@ hooks and order. It tells no listener, casts no vote and leaves no report.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightlife._engine import completeness, processing
+from weightlife._engine import completeness, pages, processing
 from weightlife._engine.arena import Arena
 from weightlife._engine.footprint import Plan
 from weightlife._engine.ground import Ground
 from weightlife._engine.groups import Group
 from weightlife._engine.intake import Intake
+from weightlife._engine.pages import Place
+from weightlife._engine.pieces import Pieces
 from weightlife._engine.receive import Receiver
 from weightlife._engine.registry import OpenSessions, current
 from weightlife._engine.session import State, WeightLoadSession
 from weightlife._engine.skeleton import DTYPE_NAMES
 from weightlife._engine.stage import Stage
 from weightlife._engine.track import Track
-from weightlife._engine.trust import Trust
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
@@ -93,13 +94,16 @@ class Rehearsal(WeightLoadSession):
         ground: generation A.
         lend: a source tensor's own memory may become generation B's: nobody reads it a second time, and writing to it
             changes no file.
+        place: where a source tensor is, if that is in a file.
+        files: to take pages of.
     """
 
     told = False  # no load happens
 
     def __init__(
-        self, life: Lifecycle, group: Group, whole: bool, arena: Arena, ground: Ground, lend: bool
-    ) -> None:
+        self, life: Lifecycle, group: Group, whole: bool, arena: Arena, ground: Ground, lend: bool,
+        place: Callable[[str], Place | None], files: pages.Files,
+    ) -> None:  # fmt: skip
         settings = life.settings.replace(isolation="staged", nonfinite="off", storage="pinned")
         super().__init__(life, "verify", "update", True, "forbid", settings=settings)
         self.intake = _Intake(self)
@@ -107,6 +111,7 @@ class Rehearsal(WeightLoadSession):
         self.ground = ground
         self.lendable: dict[str, int] = self._whole_tensors() if lend else {}
         self.lent: dict[int, torch.UntypedStorage | None] = {}  # storage number -> what was there before
+        self.pieces = Pieces(self, place if lend else None, files)
         self.whole_model = whole
         self.arena = arena
         self.running: int | None = None  # the layer whose hook runs
@@ -190,6 +195,7 @@ class Rehearsal(WeightLoadSession):
         self.state = State.ABORTED
         self.stage = self.receiver = self.operators = self.trust = None
         self.lent.clear()
+        self.pieces.drop()
         self.arena.reset()
         if interrupted is not None:
             raise interrupted
@@ -198,7 +204,7 @@ class Rehearsal(WeightLoadSession):
         """Generation A as it is, and S0 of these layers to come into the module tree. Use it `opened()`."""
         self.stage = self.ground
         self.ground.begin(self._plan, self.group.numbers, self.arena.take)
-        self.ground.lendable = frozenset(self.lendable.values())
+        self.ground.lendable = frozenset(self.lendable.values()) | self.pieces.begins.keys()
         self.receiver = self._watch(self.stage)
         return self.stage
 
@@ -264,28 +270,36 @@ class Rehearsal(WeightLoadSession):
     def _lending(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             number = self.lendable.get(name)
-            if number is not None and number not in self.lent and self._fits(tensor, number):
-                assert self.receiver is not None
-                gone = self.lent[number] = self.ground.lend(number, tensor.untyped_storage())
-                self.receiver.index = self.ground.index
-                if gone is not None:  # a view that the loader took before leads there
-                    dead = Track(None, gone, gone.nbytes(), tensor.dtype, True, "", retired=-1)
-                    self.ground.index[int(gone._cdata)] = dead
+            if number is not None:
+                if number not in self.lent and self._fits(tensor, number):
+                    self.stand_for(number, tensor.untyped_storage())
             yield name, tensor
+
+    def stand_for(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Memory that holds what a load writes is generation B's of a storage."""
+        assert self.receiver is not None
+        gone = self.lent[number] = self.ground.lend(number, storage)
+        self.receiver.index = self.ground.index
+        if gone is not None:  # a view that the loader took before leads there
+            dtype = self.life.skeleton.storages[number].dtype
+            dead = Track(None, gone, gone.nbytes(), dtype, True, "", retired=-1)
+            self.ground.index[int(gone._cdata)] = dead
+
+    def free(self, number: int) -> bool:
+        """Whether nobody wrote a storage yet."""
+        track = self.ground.by_number.get(number)
+        return track is not None and track.stage is None and not track.ever
 
     def _fits(self, tensor: torch.Tensor, number: int) -> bool:
         """Whether a tensor is all of its memory, and that as large and of the kind of the storage."""
         entry = self.life.skeleton.storages[number]
-        track = self.ground.by_number.get(number)
         return (
             type(tensor) is torch.Tensor
             and tensor.device == entry.device
             and tensor.dtype == entry.dtype
             and tensor.is_contiguous()
             and tensor.untyped_storage().nbytes() == entry.nbytes == tensor.nbytes
-            and track is not None
-            and track.stage is None
-            and not track.ever
+            and self.free(number)
         )
 
     def rebuild(self, load: Any, weights: Iterable[tuple[str, torch.Tensor]], trusted: bool) -> None:
@@ -299,10 +313,9 @@ class Rehearsal(WeightLoadSession):
         self.phase("prepare")
         stage.present()
         if self._may_trust():
-            self.trust = Trust(self)
-            self.trust.ready.update(
-                dict.fromkeys(self.lendable.values(), False)
-            )  # nothing is to be marked there
+            self.trust = self.pieces.trust()
+            # Nothing is to be marked there.
+            self.trust.ready.update(dict.fromkeys([*self.lendable.values(), *self.pieces.begins], False))
         self.state = State.PREPARED
         self.receiver.trusted = trusted
         self.phase("receive")
@@ -313,6 +326,7 @@ class Rehearsal(WeightLoadSession):
             stage.show_b()
             if self.trust is not None:
                 self.trust.check()
+            self.pieces.looked()
             self.note_replaced()
             touched = self.touched()
             outside = (touched - self.group.layers) & self.life.plan.layers.keys()
