@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import MAX_NUMEL, Geometry, geometries
 from weightlife._engine.ledger import Region, counts, region
-from weightlife._engine.rules import PROBE_BYTES, can_probe, copies_own, kind_of, probe_index
+from weightlife._engine.rules import PROBE_BYTES, Kind, can_probe, copies_own, kind_of, probe_index
 
 
 @given(geometries(), st.sampled_from([1, 2, 4, 8, 16]))
@@ -40,8 +40,10 @@ def test_what_is_too_small_to_look_at() -> None:
 
 def test_kinds_are_names_without_numbers() -> None:
     """Also numbers within a word."""
-    assert kind_of("model.layers.12.experts.7.w1.weight") == kind_of("model.layers.0.experts.63.w3.weight")
-    assert kind_of("layers.1.k") != kind_of("layers.1.v")
+    kinds: dict[object, Kind] = {}
+    one = kind_of(kinds, "model.layers.12.experts.7.w1.weight", None)
+    assert one is kind_of(kinds, "model.layers.0.experts.63.w3.weight", None)
+    assert kind_of(kinds, "layers.1.k", None) is not kind_of(kinds, "layers.1.v", None)
 
 
 def test_a_copy_from_the_tensor_that_came() -> None:

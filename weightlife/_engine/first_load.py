@@ -188,7 +188,7 @@ class FirstLoad:
             self.sources.add(storage_key(tensor) or 0)
         elif like is None:
             like = kind.like = ((), "", 0)
-        entry = Received(*like, like)
+        entry = Received(like[0], like[1], like[2], like)
         if name in self.received:
             self.learner.again(self.received[name])
         self._name, self.received[name] = name, entry
