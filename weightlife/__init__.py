@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         status,
         uninstall,
     )
+    from weightlife._finders import register_finder, unregister_finder
     from weightlife._integrity import check_digests, digest, expect
     from weightlife._loaders import wrap_loader
     from weightlife._manifest import Manifest
@@ -47,6 +48,8 @@ _LAZY = {
     "Manifest": "weightlife._manifest",
     "declare": "weightlife._addresses",
     "seal": "weightlife._addresses",
+    "register_finder": "weightlife._finders",
+    "unregister_finder": "weightlife._finders",
     "check_digests": "weightlife._integrity",
     "digest": "weightlife._integrity",
     "expect": "weightlife._integrity",
@@ -58,8 +61,8 @@ _LAZY = {
 
 __all__ = [
     "Manifest", "__version__", "abort", "check_digests", "configure_otel", "declare", "digest", "errors", "expect",
-    "install", "last_report", "last_reports", "manifest", "manifests", "observe", "seal", "session", "status",
-    "uninstall", "verify", "watch", "wrap_loader",
+    "install", "last_report", "last_reports", "manifest", "manifests", "observe", "register_finder", "seal",
+    "session", "status", "uninstall", "unregister_finder", "verify", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

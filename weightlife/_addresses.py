@@ -3,32 +3,37 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from weightlife import errors
+from weightlife import _finders, errors
 from weightlife._models import find_here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightlife._engine.lifecycle import Lifecycle
 
 
-def declare(target: Any, path: str) -> list[list[str]]:
+def declare(target: Any, path: str | Callable[[Any], Any]) -> list[list[str]]:
     """Take storage of your own into the contract: it keeps its address, is undone, and has digests, as a weight does.
 
     For what a model uses and does not reach: a workspace or table in a Python module. What a model reaches by
     attributes, containers, closures and kernel objects is found without being declared. Declare it after the first load.
-    A path that is declared already stays.
+    A path that is declared already stays. What no path leads to is told by a finder: a function that is called with the
+    model, at each look, and gives names and places (`register_finder` describes them, and is for all models of a class).
 
     Args:
         target: a module that is watched, or an `LLM`, engine, worker or runner.
         path: `package.module:NAME` of a module that is imported, with attributes and items after it
-            (`my.kernels:TABLES['gate'].packed`); without a colon, below the model.
+            (`my.kernels:TABLES['gate'].packed`); without a colon, below the model. Or a finder; where workers in other
+            processes are asked, one that can be imported there by its name.
 
     Returns:
-        The paths of the tensors there, one list a rank.
+        The paths of the tensors there, one list a rank. Those of a finder begin with its name and a colon.
 
     Raises:
-        ConfigError: there is no tensor there. NotInstalledError: the model was built without weightlife.
+        ConfigError: there is no tensor there, or the finder raises or gives nonsense. NotInstalledError: the model was built without weightlife.
         SessionStateError: an update is open, or the model has not had its first load.
         HandshakeError: a worker runs without weightlife.
     """
@@ -36,7 +41,10 @@ def declare(target: Any, path: str) -> list[list[str]]:
 
     model = find_here(target)
     if model is None:
-        return remote.ask(target, "declare", {"text": path})
+        finder = callable(path)
+        return remote.ask(
+            target, "declare", {"text": _importable(path) if finder else path, "finder": finder}
+        )
     return [local_declare(model, path)]
 
 
@@ -84,11 +92,43 @@ def _ready(model: Any, what: str) -> Lifecycle:
     return life
 
 
-def local_declare(model: Any, path: str) -> list[str]:
-    """`declare` of a model in this process."""
+def local_declare(model: Any, path: str | Callable[[Any], Any], finder: bool = False) -> list[str]:
+    """`declare` of a model in this process. `finder`: the path is that of a finder."""
     life = _ready(model, "declare")
     with life.owned("declare"):
-        return life.addresses.declare(path)
+        if callable(path):
+            return life.addresses.declare_finder(path)
+        return life.addresses.declare_finder(_named(path)) if finder else life.addresses.declare(path)
+
+
+def _importable(finder: Any) -> str:
+    """The name by which workers find a function."""
+    module, name = getattr(finder, "__module__", ""), getattr(finder, "__qualname__", "")
+    text = f"{module}:{name}"
+    if module == "__main__" or not name or _look(module, name) is not finder:
+        raise errors.ConfigError(
+            f"workers in other processes can't be given {_finders.label(finder)}",
+            hint="give a function of a module that the workers have imported, or register it where they import it",
+        )  # fmt: skip
+    return text
+
+
+def _look(module: str, name: str) -> Any:
+    here: Any = sys.modules.get(module)
+    for part in name.split("."):
+        here = getattr(here, part, None)
+    return here
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    found = _look(module, name)
+    if not callable(found):
+        raise errors.ConfigError(
+            f"there is no finder {errors.clean(text)!r} in this worker",
+            hint="import its module there: by a worker extension or a plugin",
+        )
+    return found
 
 
 def local_seal(model: Any, by: str) -> int:

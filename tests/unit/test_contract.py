@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import nn
 
 import weightlife
 from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, cold, one, parameter, unchanged
-from weightlife import errors
+from weightlife import _finders, errors
 from weightlife._engine import lifecycle, seal
 from weightlife._engine.collect import Walk
 from weightlife.testing._walk import digests
@@ -694,6 +695,276 @@ class TestDeclared:
             weightlife.declare(served.model, "body")
         with pytest.raises(errors.SessionStateError, match="open"):
             weightlife.seal(served.model)
+
+
+class Pool:
+    """A library's own table: a finder tells of it, and nothing else does."""
+
+    __slots__ = ("workspace",)
+
+    def __init__(self) -> None:
+        self.workspace: torch.Tensor | None = None
+
+
+POOLS: dict[int, Pool] = {}
+
+
+class TestFinders:
+    """Storage that a function tells of: of one model, of a class of models, of all."""
+
+    class User(Layer):
+        """Uses a tensor that no attribute leads to, and no name of a module either."""
+
+        fail = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = parameter(4, 4, loader=self.copy)
+            self.pool = id(self)
+            POOLS[self.pool] = Pool()
+
+        def process(self) -> None:
+            POOLS[self.pool].workspace = self.weight.data.t().contiguous()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            workspace = POOLS[self.pool].workspace
+            assert workspace is not None
+            return workspace.t() @ x
+
+    @pytest.fixture(autouse=True)
+    def _none_left(self) -> Iterator[None]:
+        before = list(_finders._REGISTERED)
+        yield
+        _finders._REGISTERED[:] = before
+        POOLS.clear()
+
+    @staticmethod
+    def finders() -> dict[str, Callable[[Any], Any]]:
+        def attribute(model: Any) -> Any:
+            return {"workspace": (POOLS[model.special.pool], "workspace")}
+
+        def functions(model: Any) -> Any:
+            pool = POOLS[model.special.pool]
+            yield "workspace", (lambda: pool.workspace, lambda value: setattr(pool, "workspace", value))
+
+        def whole(model: Any) -> Any:
+            return [("pools", (POOLS, model.special.pool))]
+
+        return {"attribute": attribute, "functions": functions, "item": whole}
+
+    @pytest.mark.parametrize("isolation", ["staged", "in_place"])
+    @pytest.mark.parametrize("way", ["attribute", "functions", "item"])
+    def test_is_kept_undone_digested_and_verified(self, way: str, isolation: str) -> None:
+        served = Served(one(self.User), storage="pinned", isolation=isolation, digests="commit")
+        pool = POOLS[served.model.special.pool]
+        ((path,),) = weightlife.declare(served.model, self.finders()[way])
+        assert path.endswith(
+            f".{'whole' if way == 'item' else way}:{'pools.' if way == 'item' else ''}workspace"
+        )
+        assert pool.workspace is not None
+        pointer = pool.workspace.data_ptr()
+        for seed in (1, 2):
+            served.update(served.checkpoint(seed))
+            assert pool.workspace.data_ptr() == pointer
+            assert torch.equal(pool.workspace.t(), served.weights["special.weight"])
+        from tests.toyhost import Boom, faults
+
+        kept = pool.workspace.clone()
+        faults.arm("model_hook", 0)
+        with pytest.raises(Boom):
+            served.update(served.checkpoint(3))
+        assert pool.workspace.data_ptr() == pointer and torch.equal(pool.workspace, kept)
+        assert not served.life.poisoned and weightlife.check_digests(served.model) == []
+        assert path in weightlife.digest(served.model)[0]["tensors"]
+        pool.workspace[0, 0] += 1
+        (found,) = weightlife.check_digests(served.model)
+        assert found.name == path
+
+    def test_is_refused_by_name_where_it_moved_for_good_and_told_or_not_by_policy(self) -> None:
+        class Grows(self.User):  # type: ignore[name-defined, misc]
+            def process(self) -> None:
+                POOLS[self.pool].workspace = torch.zeros(4 + len(grown), 4)
+                grown.append(1)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.weight @ x
+
+        for policy in ("strict", "warn", "off"):
+            grown: list[int] = []
+            served = Served(one(Grows), storage="pinned", contract=policy)
+            ((path,),) = weightlife.declare(served.model, self.finders()["attribute"])
+            pool = POOLS[served.model.special.pool]
+            before = pool.workspace
+            if policy == "strict":
+                with pytest.raises(errors.StorageMovedError) as caught:
+                    served.update(served.checkpoint(1))
+                assert caught.value.layer == path and pool.workspace is before
+            else:
+                served.update(served.checkpoint(1))
+                assert [v.code for v in served.life.reports[-1].violations] == (
+                    ["WL301"] if policy == "warn" else []
+                )
+
+    def test_a_holder_that_is_exchanged_is_found_again(self) -> None:
+        class Exchanges(self.User):  # type: ignore[name-defined, misc]
+            def process(self) -> None:
+                POOLS[self.pool] = Pool()  # a new holder, out of the model's reach
+                super().process()
+
+        served = Served(one(Exchanges), storage="pinned")
+        weightlife.declare(served.model, self.finders()["attribute"])
+        key = served.model.special.pool
+        pointer = POOLS[key].workspace.data_ptr()  # type: ignore[union-attr]
+        served.update(served.checkpoint(1))
+        now = POOLS[key].workspace
+        assert now is not None and now.data_ptr() == pointer
+        assert torch.equal(now.t(), served.weights["special.weight"])
+        from tests.toyhost import Boom, faults
+
+        faults.arm("model_hook", 0)
+        with pytest.raises(Boom):
+            served.update(served.checkpoint(2))
+        again = POOLS[key].workspace
+        assert again is not None and again.data_ptr() == pointer
+        assert torch.equal(again.t(), served.weights["special.weight"])
+
+    def test_registered_for_a_class_or_for_all_before_a_model_is_there(self) -> None:
+        class Other(nn.Module):
+            pass
+
+        asked: list[str] = []
+
+        def of_all(model: Any) -> Any:
+            asked.append("all")
+            return self.finders()["attribute"](model)
+
+        @weightlife.register_finder
+        def everyone(model: Any) -> Any:
+            return of_all(model)
+
+        def stranger(model: Any) -> Any:
+            asked.append("stranger")
+            return {}
+
+        weightlife.register_finder(stranger, Other)
+        weightlife.register_finder(stranger, Other)  # twice is once
+        served = Served(one(self.User), storage="pinned")
+        assert asked == []  # nothing is asked before something asks for it
+        pool = POOLS[served.model.special.pool]
+        assert pool.workspace is not None
+        pointer = pool.workspace.data_ptr()
+        served.update(served.checkpoint(1))
+        assert set(asked) == {"all"} and pool.workspace.data_ptr() == pointer
+        assert weightlife.unregister_finder(everyone) and not weightlife.unregister_finder(everyone)
+        served.update(served.checkpoint(2))
+        assert pool.workspace.data_ptr() != pointer  # nobody tells of it any more
+
+    def test_what_is_found_is_in_verify(self) -> None:
+        served = Served(one(self.User), storage="pinned")
+        ((path,),) = weightlife.declare(served.model, self.finders()["attribute"])
+        pool = POOLS[served.model.special.pool]
+        assert pool.workspace is not None
+        stands = pool.workspace
+        found = weightlife.verify(served.model, served.weights.items())
+        assert found.ok and pool.workspace is stands, str(found)
+        stands[1, 1] += 1
+        found = weightlife.verify(served.model, served.weights.items())
+        assert [d.path for d in found.differences] == [path] and pool.workspace is stands
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            (3, "TypeError"),
+            (None, "TypeError"),
+            ([3], "int is no pair"),
+            ([("a", torch.zeros(1))], "Tensor is no place"),
+            ([("a", (3, 4))], "(int, int) is no place"),
+            ([(4, (POOLS, 1))], "int is no name"),
+            ([("", (POOLS, 1))], "str is no name"),
+            ([("x" * 600, (POOLS, 1))], "600 characters"),
+            ([("gone\x1b[31m\nWL000", (POOLS, "no"))], "nothing is there"),
+            ([("n", ({"n": 3}, "n"))], "int is no tensor"),
+            ([("a", ([torch.zeros(1)], 0))] * 2, "twice"),
+            ((("a" + str(i), ([torch.zeros(1)], 0)) for i in itertools.count()), "more than"),
+        ],
+    )
+    def test_nonsense_is_an_error_that_names_the_finder(self, given: Any, says: str) -> None:
+        served = Served(("packed",))
+
+        def nonsense(model: Any) -> Any:
+            return given
+
+        with pytest.raises(errors.ConfigError) as caught:
+            weightlife.declare(served.model, nonsense)
+        assert says in str(caught.value) and "nonsense" in caught.value.message
+        assert str(caught.value).isprintable()
+        served.update(served.checkpoint(1))  # it is not asked again
+
+    def test_one_that_raises_in_an_update_ends_it_or_not_by_policy(self) -> None:
+        def find(model: Any) -> Any:
+            if broken:
+                raise RuntimeError("bad\x1b[2J\nday")
+            yield from self.finders()["functions"](model)
+
+        for policy in ("strict", "warn", "off"):
+            broken: list[int] = []
+            served = Served(one(self.User), storage="pinned", contract=policy)
+            weightlife.declare(served.model, find)
+            pointer = POOLS[served.model.special.pool].workspace.data_ptr()  # type: ignore[union-attr]
+            broken.append(1)
+            if policy == "strict":
+                with pytest.raises(
+                    errors.ConfigError, match=r"find can't be asked: RuntimeError: bad"
+                ) as caught:
+                    served.update(served.checkpoint(1))
+                assert str(caught.value).isprintable() and served.life.session is None
+            else:
+                served.update(served.checkpoint(1))
+                codes = [v.code for v in served.life.reports[-1].violations]
+                assert codes == (["WL001"] * 2 if policy == "warn" else [])
+            now = POOLS[served.model.special.pool].workspace
+            assert now is not None and now.data_ptr() == pointer
+            assert torch.equal(served.run(), served.expected())
+
+    def test_where_nothing_can_be_put_back_nothing_serves(self) -> None:
+        def find(model: Any) -> Any:
+            pool = POOLS[model.special.pool]
+
+            def refuse(value: Any) -> None:
+                raise OSError("read only")
+
+            return {"workspace": (lambda: pool.workspace, refuse)}
+
+        from tests.toyhost import Boom, faults
+
+        served = Served(one(self.User), storage="pinned")
+        weightlife.declare(served.model, find)
+        served.update(served.checkpoint(1))  # a commit exchanges no object
+        faults.arm("model_hook", 0)
+        with pytest.raises(Boom):
+            served.update(served.checkpoint(2))
+        assert "find:workspace: OSError: read only" in served.life.poisoned
+        with pytest.raises(errors.PoisonedModelError):
+            served.run()
+
+    def test_captured_addresses_hold_what_is_found(self) -> None:
+        served = Served(one(self.User), storage="pinned")
+        weightlife.declare(served.model, self.finders()["functions"])
+        weightlife.seal(served.model)
+        pool = POOLS[served.model.special.pool]
+        assert pool.workspace is not None
+        pointer = pool.workspace.data_ptr()
+        pool.workspace = pool.workspace.clone()  # somebody moves it
+        served.update(served.checkpoint(1))
+        assert pool.workspace.data_ptr() == pointer
+        assert torch.equal(pool.workspace.t(), served.weights["special.weight"])
+
+    def test_what_can_be_no_finder(self) -> None:
+        with pytest.raises(errors.ConfigError, match="no finder"):
+            weightlife.register_finder(3)  # type: ignore[arg-type]
+        with pytest.raises(errors.ConfigError, match="no class"):
+            weightlife.register_finder(print, "Model")  # type: ignore[arg-type]
+        assert _finders.label(functools.partial(max, 1)) == "builtins.max"
 
 
 class TestFaults:

@@ -23,7 +23,8 @@ PACKAGE = ROOT / "weightlife"
 HEAVY = ("torch", "vllm", "triton", "opentelemetry.sdk", "numpy", "transformers")
 
 PURE = (
-    "weightlife._casts", "weightlife._declared", "weightlife._manifest", "weightlife._names", "weightlife.source_checks",
+    "weightlife._casts", "weightlife._declared", "weightlife._finders", "weightlife._manifest", "weightlife._names",
+    "weightlife.source_checks",
 )  # fmt: skip
 """What the engine, hosts and trainers share: plain data and questions to it."""
 

@@ -320,6 +320,8 @@ def get(holder: Any, key: slots.Key) -> Any:
             return vars(holder)["_parameters" if kind == "param" else "_buffers"].get(name, _ABSENT)
         if kind == "item":
             return holder[name]
+        if kind == slots.PLACE:
+            return holder.look(_ABSENT)
         if kind == "cell":
             return holder.__closure__[name].cell_contents
         if kind == "slot":

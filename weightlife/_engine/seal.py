@@ -24,11 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weightlife import errors
 from weightlife._engine import slots, storage
 from weightlife._engine.collect import Step, Walk, equal, get, is_scalar, locate, scalar_values
+from weightlife._engine.places import Places
 from weightlife._engine.skeleton import storage_key, view_on
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.session import WeightLoadSession
+    from weightlife._finders import Finder
 
 SHOWN = 8
 
@@ -83,7 +85,8 @@ class Seal:
         self.walk: Walk | None = None
         self.entries: list[Entry] = []
         self.captured = ""  # what captured addresses, where something did
-        self.declared: dict[str, tuple[str, Any, slots.Key]] = {}
+        self._paths: dict[str, tuple[str, Any, slots.Key]] = {}
+        self.places = Places(life)
         self.seconds = 0.0  # of the last session, all looks together
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
         self._mirrors: list[int] = []
@@ -98,6 +101,19 @@ class Seal:
         assert life is not None
         return life
 
+    @property
+    def declared(self) -> dict[str, tuple[str, Any, slots.Key]]:
+        """Storage that the user declared, by path; finders are asked.
+
+        Raises:
+            ConfigError: a finder raises, or gives nonsense.
+        """
+        return {**self._paths, **self.places.ask()}
+
+    def known(self) -> dict[str, tuple[str, Any, slots.Key]]:
+        """The same, as finders told it when they were asked last."""
+        return {**self._paths, **self.places.known()}
+
     # -- taking it ---------------------------------------------------------------------------------------------
 
     def due(self) -> None:
@@ -110,7 +126,8 @@ class Seal:
         life = self.life
         again = again or self.walk is None
         if again:
-            self.walk = Walk(life.model, life.host.skip, life.host.transient, self.declared.values())
+            self.walk = Walk(life.model, life.host.skip, life.host.transient, self.known().values())
+            self.places.changed = False
         assert self.walk is not None
         values = self.walk.values()
         keep = bool(self.captured)
@@ -132,7 +149,10 @@ class Seal:
     def capture(self, by: str) -> None:
         """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
         self.captured = by
-        self.take()
+        try:
+            self.places.ask()
+        finally:
+            self.take()
 
     def declare(self, path: str) -> list[str]:
         """Take storage that the walk does not reach into the contract. Returns the paths of its tensors.
@@ -157,13 +177,32 @@ class Seal:
                 hint="declare storage when it exists: after the first load",
             )  # fmt: skip
         self.due()
-        self.declared[path] = found
+        self._paths[path] = found
+        self._renew(walk)
+        return paths
+
+    def declare_finder(self, finder: Finder) -> list[str]:
+        """Take what a finder finds into the contract, now and at each later look. Returns the paths of its tensors.
+
+        Raises:
+            ConfigError: it raises, or gives nonsense.
+        """
+        life = self.life
+        paths = tuple(self.places.add(finder))
+        self.due()
+        self._renew(Walk(life.model, life.host.skip, life.host.transient, self.known().values()))
+        assert self.walk is not None
+        found = [step.path for step, tensor in self.walk.tensors() if tensor is not None and step.firm]
+        return [where for where in dict.fromkeys(found) if paths and where.startswith(paths)]
+
+    def _renew(self, walk: Walk) -> None:
+        """Look everywhere with storage that was declared just now."""
         captured = {entry.step.path: entry for entry in self.entries} if self.captured else {}
         self.walk = walk
         self.take(again=False)
         # What graphs captured stays as it was captured.
         self.entries = [captured.get(entry.step.path, entry) for entry in self.entries]
-        return paths
+        self.places.changed = False
 
     # -- an update ---------------------------------------------------------------------------------------------
 
@@ -172,6 +211,7 @@ class Seal:
         started = time.perf_counter()
         self.seconds, self._lost = 0.0, []
         first = self.walk is None
+        self._ask(session)
         self.due()
         if session.report.storage == "pinned":
             if not first:
@@ -186,7 +226,45 @@ class Seal:
                     self._held[key] = tensor.untyped_storage()
         self.seconds += time.perf_counter() - started
 
+    def _ask(self, session: WeightLoadSession) -> None:
+        """Ask the finders. By the policy of the contract a failure ends the update, or what was known before stays."""
+        try:
+            self.places.ask()
+        except errors.ConfigError as error:
+            error.session = session.id
+            session.problem(error, session.settings.contract)
+
+    def look_again(self, session: WeightLoadSession) -> None:
+        """Processing is over: finders are asked where their storage is now.
+
+        Raises:
+            ConfigError: one raises, or gives nonsense, by policy. StorageError: nothing could be put into a place.
+        """
+        self._ask(session)
+        failed = self.places.failed()
+        if failed:
+            raise errors.StorageError(
+                f"what belongs there could not be put into the place {failed}", model=session.life.name,
+                layer=failed.partition(": ")[0], session=session.id,
+            )  # fmt: skip
+
+    def before_revert(self) -> None:
+        """An update ends without a commit: what it left in places of finders has to be found before it is taken back."""
+        try:
+            self.places.ask()
+        except errors.ConfigError as error:
+            self.life.note(f"an update is undone at the places that were known before: {error}")
+
+    def after_revert(self) -> None:
+        """Where something could not be put back, nothing may serve."""
+        failed = self.places.failed()
+        if failed:
+            self.life.poison(f"what served could not be put back into the place {failed}")
+
     def _again(self) -> None:
+        if self.places.changed:  # other names than before
+            self._changed = True
+            self._allowed = set()
         if not self.captured:
             self.take(again=self._changed)
         elif self._changed:
@@ -275,7 +353,7 @@ class Seal:
         step = entry.step
         if not step.firm:
             return False
-        if step.key[0] in ("param", "buffer") or step.path in self.declared or not step.owner:
+        if step.key[0] in ("param", "buffer") or step.path in self._paths or not step.owner:
             return True
         layer = life.plan.layers.get(step.owner)
         return layer is not None and layer.strategy == "rebuild"
@@ -448,7 +526,10 @@ def sealed(life: Lifecycle, by: str) -> None:
     """A host captured addresses of a model. Telemetry of a kind: a failure is heard of, and ends nothing."""
     if life.status != "ready":
         return
-    life.addresses.capture(by)
+    try:
+        life.addresses.capture(by)
+    except errors.ConfigError as error:
+        life.note(f"{life.name}: addresses were captured without what a finder tells of: {error}")
     logging.getLogger("weightlife").info(
         "%s: %d tensors keep their addresses from here on (%s)", life.name, len(life.addresses.entries), by
     )

@@ -163,7 +163,7 @@ class WeightLoadSession:
         self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"
         self.stage = Stage(
             life.model, life.skeleton, Plan() if self.kernel_format else life.plan, life.host.skip,
-            isolated, life.fill, life.addresses.declared.values(),
+            isolated, life.fill, life.addresses.known().values(),
         )  # fmt: skip
         resized = self.stage.resized(life.manifest.expected)
         if resized is not None:
@@ -373,6 +373,7 @@ class WeightLoadSession:
             self._rebuild(touched, early)
         self.phase("validate")
         self.state = State.VALIDATING
+        self.life.addresses.look_again(self)
         self.life.addresses.mirrors(self)
         settler = storage.Settler(self.stage)
         settlement = settler.settle()
@@ -485,7 +486,9 @@ class WeightLoadSession:
         if self.stage is not None:
             self.side_copies.join()  # or a copy that still runs lands on what is undone here
             with self.life.entered():
+                self.life.addresses.before_revert()
                 self.stage.revert()
+                self.life.addresses.after_revert()
         self.phase(None)
         self.state = State.ABORTED
         self._error = error

@@ -29,6 +29,7 @@ Owners = set[int] | frozenset[int]
 _TORCH_INTERNALS = frozenset(vars(torch.nn.Module()))
 _CONTAINERS = {"param": "_parameters", "buffer": "_buffers", "module": "_modules"}
 RESERVED_ATTRIBUTE = "_weightlife"
+PLACE = "place"  # the kind of slot that a finder tells of: its holder is a `places.Place`
 
 # Values that hold no tensors and have no state of their own.
 _ATOMS = (
@@ -80,6 +81,8 @@ class Window:
     def look(self) -> Any:
         """What is there, or this window itself where nothing is."""
         kind, name = self.key
+        if kind == PLACE:
+            return self.obj.look(self)
         try:
             return self.obj[name] if kind == "item" else getattr(self.obj, name)
         except (AttributeError, KeyError, IndexError):
@@ -88,7 +91,9 @@ class Window:
     def put(self, value: Any) -> None:
         """Put a value there."""
         kind, name = self.key
-        if kind == "item":
+        if kind == PLACE:
+            self.obj.put(value)
+        elif kind == "item":
             self.obj[name] = value
         elif isinstance(self.obj, (torch.nn.Module, types.ModuleType)):
             setattr(self.obj, name, value)

@@ -62,7 +62,9 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
 
         model = worker.model_runner.get_model()
         given = str((payload or {}).get("text", ""))
-        return (_addresses.local_declare if question == "declare" else _addresses.local_seal)(model, given)
+        if question == "declare":
+            return _addresses.local_declare(model, given, bool((payload or {}).get("finder")))
+        return _addresses.local_seal(model, given)
     raise errors.HostError(f"unknown question {question!r}")
 
 
