@@ -423,11 +423,11 @@ class NotAdoptableError(StorageError):
 
 
 class StaleDerivedError(StorageError):
-    """A number that the host derived from a weight is not that weight's."""
+    """A number or tensor that was derived from weights is not of the weights that are to serve."""
 
     code = "WL305"
     default_hint = (
-        "the layer's processing must set it again from the new weights; contract='warn' lets it pass"
+        "the layer's processing must make it again from the new weights; contract='warn' lets it pass"
     )
 
 

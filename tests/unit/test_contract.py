@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 import weightlife
-from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, cold, one, parameter, unchanged
+from tests.toyhost import INPUT, KINDS, TIEABLE, Layer, Served, one, parameter, unchanged
 from weightlife import _finders, errors
 from weightlife._engine import lifecycle, seal
 from weightlife._engine.collect import Walk
-from weightlife.testing._walk import digests
 from weightlife.testing.contract import Addresses, Captured
 
 EVERYTHING = (*sorted(KINDS), ("packed", "tied", ("scaled", "tied")))
@@ -612,29 +611,6 @@ class TestDerived:
         served = Served(one(Unrelated))
         served.update(served.checkpoint(1))
         assert served.life.reports[-1].violations == []
-
-    def test_a_tensor_that_a_hook_hands_out_again_is_told(self) -> None:
-        """A cache by name, which outlives an update: the report says so, and the value check proves it stale."""
-
-        class Memo(Layer):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = parameter(4, 4, loader=self.copy)
-                self.packed: torch.Tensor | None = None
-
-            def process(self) -> None:
-                self.packed = CACHE.setdefault("packed", self.weight.data.t().contiguous())
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                assert self.packed is not None
-                return self.packed.t() @ x
-
-        served = Served(one(Memo))
-        served.update(served.checkpoint(1))
-        changes = served.life.reports[-1].contract_changes
-        assert [(c["path"], c["kind"]) for c in changes] == [("special.packed", "kept")]
-        CACHE.clear()
-        assert digests(served.model) != digests(cold(served.spec, served.weights))
 
 
 class TestDeclared:

@@ -16,6 +16,7 @@ from weightlife import errors
 from weightlife._engine import footprint, ledger, rules, slots, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
+from weightlife._engine.flow import Flow
 from weightlife._engine.host_copies import HostCopies
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Manifest, Received
@@ -330,9 +331,11 @@ class FirstLoad:
                 if not book.covered():
                     skeleton.keep_unwritten(number, book.mask())
         life.context = LoadContext.current()
-        observer = WriteObserver(skeleton.table())
+        table = skeleton.table()
+        flow = Flow(key for key, number in table.items() if provisional or number in self.expected)
+        observer = WriteObserver(table, flow)
         try:
-            with LoadContext.first(skeleton.inference), CustomOperators(None, observer.note), observer:
+            with LoadContext.first(skeleton.inference), CustomOperators(None, observer.note, flow), observer:
                 out = call()
         except BaseException as error:
             self.dead = errors.safe_text(error)
@@ -343,6 +346,7 @@ class FirstLoad:
                 if number not in plan.rebuilt_storages and number not in self.reads_first:
                     skeleton.drop_kept(number)
             self._refuse_raw(plan)
+        life.flow = flow.derived(table)
         skeleton.forget_identities()
         manifest = Manifest(
             provisional, self.expected, self.received, self.casts, self.spread, self.reads_first

@@ -52,6 +52,9 @@ class Plan:
     restore: Restore = field(default_factory=dict)
     layers: dict[int, LayerPlan] = field(default_factory=dict)
     rebuilt_storages: set[int] = field(default_factory=set)
+    # What differed itself, not for what it shares: holder id -> slots.
+    changed: dict[int, frozenset[slots.Key]] = field(default_factory=dict)
+    inplace: frozenset[int] = frozenset()  # storages that processing wrote in place
 
     @property
     def rebuild(self) -> set[int]:
@@ -168,6 +171,8 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
                     _note(reasons, holder, f"{slots.step('', key)} added")
         if restore:
             plan.restore[ident] = restore
+    plan.changed = {ident: frozenset(restore) for ident, restore in plan.restore.items()}
+    plan.inplace = frozenset(written)
     _close_over_storages(skeleton, plan, reasons)
     paths = {id(module): name for name, module in model.named_modules()}
     for ident, holder in skeleton.holders.items():

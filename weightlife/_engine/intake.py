@@ -224,6 +224,7 @@ class Intake:
         if session.streamer is not None:
             session.streamer.check(track)
         if not self.recording or track.number is None:
+            track.hooked = True
             return
         if session.trust is not None and not copies_own(func, args, self._tensor):
             assert session.receiver is not None

@@ -38,6 +38,7 @@ from weightlife.report import LoadReport
 
 if TYPE_CHECKING:
     from weightlife._engine import replicas
+    from weightlife._engine.derived import Derived
     from weightlife._engine.seal import Seal
     from weightlife._engine.session import WeightLoadSession
     from weightlife._engine.streaming import Unit
@@ -100,6 +101,7 @@ class Lifecycle(Teller):
         self.turn = Turn()
         self.expected: dict[str, Any] | None = None  # a sender's table, until an update has met it
         self.digests = runtime.Digests(self)
+        self.flow: dict[int, Any] = {}  # storages that the first processing computed, until the first update
         self.agreed: set[tuple[int, slots.Key]] = (
             set()
         )  # numbers after the first load, until addresses are sealed
@@ -144,6 +146,13 @@ class Lifecycle(Teller):
         from weightlife._engine.seal import Seal
 
         return Seal(self)
+
+    @functools.cached_property
+    def derived(self) -> Derived:
+        """What processing derives from weights, and when it was made."""
+        from weightlife._engine.derived import Derived
+
+        return Derived(self)
 
     @functools.cached_property
     def replicas(self) -> replicas.Memory:

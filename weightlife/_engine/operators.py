@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from weightlife._engine.flow import Flow
 from weightlife._engine.receive import Receiver
 from weightlife._engine.rules import Kind, kind_of
 from weightlife._engine.signatures import signature_of
@@ -35,8 +36,14 @@ class CustomOperators(TorchFunctionMode):
     that returns no tensor (an integer handle, a script object) are remembered: native code may keep their address.
     """
 
-    def __init__(self, receiver: Receiver | None, on_written: Callable[[torch.Tensor], None] | None) -> None:
+    def __init__(
+        self,
+        receiver: Receiver | None,
+        on_written: Callable[[torch.Tensor], None] | None,
+        flow: Flow | None = None,
+    ) -> None:
         super().__init__()
+        self.flow = flow
         self.receiver = receiver
         self.on_written = on_written
         self.handed_over: dict[int, StorageWeakRef] = {}
@@ -75,6 +82,8 @@ class CustomOperators(TorchFunctionMode):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
                     storage = value.untyped_storage()
                     self.handed_over[int(storage._cdata)] = StorageWeakRef(storage)
+        if self.flow is not None:
+            self.flow.saw(schema.name, values, [args[i] for i in declared if i < len(args)], out)
         if self.on_written is not None:
             for position in declared:
                 if position < len(args) and isinstance(args[position], torch.Tensor):
@@ -146,10 +155,11 @@ def _packet_schema(func: Any) -> Any:
 
 
 class WriteObserver(Watch):
-    """Notes which of the constructor's storages the first processing writes in place."""
+    """Notes which of the constructor's storages the first processing writes in place, and what it computes of them."""
 
-    def __init__(self, table: dict[int, int]) -> None:
+    def __init__(self, table: dict[int, int], flow: Flow | None = None) -> None:
         super().__init__()
+        self.flow = flow
         self.table = table
         self.written: set[int] = set()
 
@@ -173,7 +183,12 @@ class WriteObserver(Watch):
                     self.note(value)
         for name in signature.keyword_writes & kwargs.keys():
             self.note(kwargs[name])
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.flow is not None and not signature.passive:
+            written = [args[i] for i in signature.writes if i < len(args)]
+            written += [kwargs[name] for name in signature.keyword_writes & kwargs.keys()]
+            self.flow.saw(signature.name, [*args, *kwargs.values()], written, out)
+        return out
 
 
 @contextmanager

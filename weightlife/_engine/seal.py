@@ -90,6 +90,7 @@ class Seal:
         self.seconds = 0.0  # of the last session, all looks together
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
         self._mirrors: list[int] = []
+        self._now: list[Any] = []  # what stood at each step after the hooks, between two looks of a finish
         self._changed = False  # the last update left other paths than there were
         self._allowed: set[str] = set()
         self._lost: list[Entry] = []  # moved since the capture, and can't go back
@@ -297,13 +298,26 @@ class Seal:
                 f"{entry.step.path} had moved since addresses were captured: its value went back to the old one"
             )
 
+    def check_derived(self, session: WeightLoadSession) -> None:
+        """Hold what processing derives against this update (see `derived`).
+
+        Raises:
+            StaleDerivedError: something is older, by policy.
+        """
+        started = time.perf_counter()
+        self._now = [] if self.walk is None or session.settings.contract == "off" else self.walk.values()
+        try:
+            session.life.derived.check(session, self._now)
+        finally:
+            self.seconds += time.perf_counter() - started
+
     def hold(self, session: WeightLoadSession, settler: storage.Settler) -> None:
         """Hold what a commit will leave against the contract, and add to the settlement what puts it right."""
         settlement, life = settler.out, self.life
         if self.walk is None or session.report.storage != "pinned" or session.settings.contract == "off":
             return
         started = time.perf_counter()
-        values = self.walk.values()
+        values, self._now = self._now or self.walk.values(), []
         now = {step.path: tensor for step, tensor in self.walk.tensors(values)}
         known = {change.path for change in settlement.changes}
         opaque = tuple(change.path for change in settlement.changes if change.kind == "opaque")
@@ -461,7 +475,7 @@ class Seal:
 
     def end(self, session: WeightLoadSession, committed: bool) -> None:
         """An update is over. What left with it is looked for anew when the next one begins."""
-        self._held = {}
+        self._held, self._now = {}, []
         kinds = {change["kind"] for change in session.report.contract_changes}
         adopted = session.report.storage != "pinned"
         if committed and (adopted or kinds & {"added", "removed", "moved", "joined"}):

@@ -159,6 +159,7 @@ class WeightLoadSession:
                 raise
         storage.choose(self)
         life.addresses.begin(self)
+        life.derived.begin(self)
         isolated = self.settings.isolation == "staged"
         self.report.isolation_why = "the setting" if isolated else "the setting: the engine is paused"
         self.stage = Stage(
@@ -375,6 +376,7 @@ class WeightLoadSession:
         self.state = State.VALIDATING
         self.life.addresses.look_again(self)
         self.life.addresses.mirrors(self)
+        self.life.addresses.check_derived(self)
         settler = storage.Settler(self.stage)
         settlement = settler.settle()
         self.life.addresses.hold(self, settler)
@@ -467,6 +469,7 @@ class WeightLoadSession:
         self.phase(None)
         self.state = State.COMMITTED
         life.learn_from(self)
+        life.derived.committed(self)
         if self.held is not None:
             self.held.learn()
         if self.settings.digests == "commit":
@@ -487,6 +490,7 @@ class WeightLoadSession:
             self.side_copies.join()  # or a copy that still runs lands on what is undone here
             with self.life.entered():
                 self.life.addresses.before_revert()
+                self.life.derived.aborted(self)
                 self.stage.revert()
                 self.life.addresses.after_revert()
         self.phase(None)

@@ -8,10 +8,12 @@ is copied, so a pass that comes in the middle of an update costs a few milliseco
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife._engine import slots
 from weightlife._engine.footprint import ABSENT, Plan, live_numbers
@@ -92,6 +94,10 @@ class Stage:
         self.index: dict[int, Track] = {}
         self.placeholders: dict[int, torch.Tensor] = {}  # tensor number -> placeholder
         self.by_number: dict[int, Track] = {}
+        self.raw: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}  # placeholders that hooks got
+        self.watched: dict[
+            int, tuple[Track, StorageWeakRef]
+        ] = {}  # their storages that hooks wrote at the first load
         self.undo: dict[int, torch.Tensor] = {}  # live storage identity -> its bytes before (in place only)
         self.undo_bytes = 0
         self.declared = list(declared)
@@ -328,21 +334,38 @@ class Stage:
         """
         wanted = set(numbers)
         mine = [i for i in self.placeholders if self.skeleton.tensors[i].storage in wanted]
+        self._hand_over(mine)
         out = [self.placeholders.pop(index) for index in mine]
         for number in wanted & self.by_number.keys():
             track = self.by_number[number]
             if track.placeholder:
-                self.index.pop(int(track.storage._cdata), None)
+                self._let_go(track)
                 track.storage = torch.UntypedStorage(0)
                 track.retired = -1
         return out
 
     def forget_placeholders(self) -> None:
         """Let go of model-format memory: from here on only the layers' own slots hold it, until hooks drop it."""
+        self._hand_over(self.placeholders)
         self.placeholders.clear()
         for number in [n for n, track in self.by_number.items() if track.placeholder]:
-            track = self.by_number.pop(number)
-            self.index.pop(int(track.storage._cdata), None)
+            self._let_go(self.by_number.pop(number))
+
+    def _hand_over(self, indices: Iterable[int]) -> None:
+        """Remember which placeholders hooks get, without keeping them alive."""
+        for index in indices:
+            tensor = self.placeholders[index]
+            self.raw[index] = weakref.ref(tensor), storage_key(tensor)
+
+    def _let_go(self, track: Track) -> None:
+        """Track the memory of a placeholder no more, but for writes where hooks are known to make some."""
+        key = int(track.storage._cdata)
+        self.index.pop(key, None)
+        if track.number in self.whole.inplace:
+            weak = StorageWeakRef(track.storage)  # its identity is not used again meanwhile
+            mark = Track(None, torch.UntypedStorage(0), 0, track.dtype, True, track.path)
+            self.watched[track.number] = mark, weak
+            self.index[key] = mark
 
     # -- exchange ----------------------------------------------------------------------------------------------
 
@@ -436,4 +459,6 @@ class Stage:
         self.b_state.clear()
         self.before.clear()
         self.holders.clear()
+        self.raw.clear()
+        self.watched.clear()
         self.undo.clear()

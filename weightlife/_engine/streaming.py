@@ -164,6 +164,9 @@ class Streamer:
             assert session.receiver is not None
             session.receiver.suspended = True  # our own copies are not the loader's
             try:
+                # Asking a tensor for its storage is, under the mode for raw memory, a hook that takes it.
+                with torch._C.DisableTorchFunction():
+                    life.derived.check_layer(session, layer, unit.members)
                 self._free(unit, layer, raw)
                 self._commit(unit, layer)
             finally:

@@ -37,6 +37,7 @@ class Track:
     ever: set[Region] = field(default_factory=set)
     irregular: bool = False  # writes that can't be mapped to elements
     raw: bool = False  # its memory was handed out
+    hooked: bool = False  # written while hooks run
     retired: int = 0  # id of the layer that was processed early: nobody may touch this any more
 
     @property
