@@ -105,6 +105,21 @@ class TestAssigned:
                 tensor.fill_(7.0)
         assert serves(net) == "B"
 
+    @pytest.mark.parametrize("loader", [*REPLACING, lent_data], ids=lambda f: f.__name__)
+    def test_so_may_that_of_a_first_load(self, loader: Loader) -> None:
+        """It is processed when its last chunk has come: long after the buffer held the first."""
+        net = Net()
+        wrapped = weightlife.wrap_loader(loader, chunked=True)
+        buffers = [(name, tensor.clone()) for name, tensor in A]
+        for part in (buffers[:1], buffers[1:3], buffers[3:]):
+            wrapped(net, part)
+            for _, tensor in part:
+                tensor.fill_(7.0)
+        assert serves(net) == "A"
+        for weights, want in ((B, "B"), (A, "A")):
+            weightlife.wrap_loader(copy_all)(net, weights)
+            assert (serves(net), outcome(net)) == (want, "committed")
+
     def test_in_chunks_a_half_is_not_the_end(self) -> None:
         net, wrapped = Net(), weightlife.wrap_loader(assigned, chunked=True)
         wrapped(net, A)

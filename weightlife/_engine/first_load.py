@@ -49,6 +49,10 @@ class FirstLoad:
         self.raw: set[int] = set()
         self.custom = False
         self.reads_first: set[int] = set()
+        self._unplaced = (
+            False  # a name wrote nothing that was seen: its tensor may stand in a parameter's place
+        )
+        self._own: dict[int, int | None] = {}  # tensors that were given memory of their own, and that
         self._item = 0  # how many tensors have come; what happens after the last one counts as one more
         self._last_write: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
@@ -135,6 +139,9 @@ class FirstLoad:
             if not self._failed_name:
                 self.failed = ""
             self._note_assigned()
+            if self._unplaced or self.tensors == before[0]:
+                self._own_given(self._given())
+            self._unplaced = False
             return out
         except BaseException as error:
             self.failed, self._failed_name = errors.safe_text(error), self._name
@@ -200,10 +207,13 @@ class FirstLoad:
         self.tensors += 1
         self._item += 1
         self.nbytes += like[2]
+        self._unplaced = self._unplaced or not followed
 
     def _end(self, plain: bool) -> None:
-        if self.current is not None and self._kind is not None:
-            self.learner.end(self.current, self._kind, self._tensor, plain)
+        if self.current is not None:
+            self._unplaced = self._unplaced or not self.current.writes
+            if self._kind is not None:
+                self.learner.end(self.current, self._kind, self._tensor, plain)
         self.current = self._tensor = None
         self._item += 1
 
@@ -269,6 +279,13 @@ class FirstLoad:
                 found[index] = tensor
         return found
 
+    def _own_given(self, given: dict[int, torch.Tensor]) -> None:
+        """Copy what the loader only lent them, before their sender uses the buffer again: at the end of each call."""
+        for index, tensor in given.items():
+            if self._own.get(index, 0) != storage_key(tensor):
+                own_memory(tensor, self.sources)
+                self._own[index] = storage_key(tensor)
+
     @property
     def came(self) -> bool:
         """Whether a loader brought anything, by name or without one."""
@@ -281,9 +298,9 @@ class FirstLoad:
         if not self.learner.calls:
             return
         skeleton, given = self.life.skeleton, self._given()
-        for index, tensor in given.items():
+        self._own_given(given)
+        for index in given:
             made = skeleton.tensors[index]
-            own_memory(tensor, self.sources)
             part = ledger.region(made.offset, made.shape, made.stride)
             self.expected.setdefault(made.storage, Counter())[part] += 1
         for holder, key, index in skeleton.module_slots() if given else ():
@@ -331,6 +348,7 @@ class FirstLoad:
                 if not book.covered():
                     skeleton.keep_unwritten(number, book.mask())
         life.context = LoadContext.current()
+        loaded = footprint.by_loader(skeleton)
         table = skeleton.table()
         flow = Flow(key for key, number in table.items() if provisional or number in self.expected)
         observer = WriteObserver(table, flow)
@@ -340,7 +358,7 @@ class FirstLoad:
         except BaseException as error:
             self.dead = errors.safe_text(error)
             raise
-        plan = footprint.learn(skeleton, life.model, observer.written)
+        plan = footprint.learn(skeleton, life.model, observer.written, loaded)
         if not provisional:
             for number in range(len(skeleton.storages)):
                 if number not in plan.rebuilt_storages and number not in self.reads_first:

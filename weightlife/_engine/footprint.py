@@ -8,6 +8,7 @@ before a reload. Restoring whole `__dict__`s instead would wipe what the engine 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,13 +129,48 @@ def tensor_change(skeleton: Skeleton, token: Token | Composite, value: Any, writ
     return None
 
 
-def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan:
+Loaded = dict[int, dict[slots.Key, "tuple[weakref.ref[torch.Tensor], int | None] | None"]]
+"""Slots that a loader filled: the tensor and its storage where it put one in the constructor's place, else None."""
+
+
+def by_loader(skeleton: Skeleton) -> Loaded:
+    """What differs from the constructor's state before the hooks run: loaders did that, and no hook has to repeat it."""
+    found: Loaded = {}
+    for ident, holder in skeleton.holders.items():
+        before, now = skeleton.states[ident], slots.read(holder.obj)
+        for key, value in now.items():
+            was = before.get(key, ABSENT)
+            if was is ABSENT:
+                found.setdefault(ident, {})[key] = None
+            elif isinstance(was, Token) and isinstance(value, torch.Tensor):
+                made = skeleton.tensors[was.index]
+                if made.ref() is not value or skeleton.storage_of(value) != made.storage:
+                    found.setdefault(ident, {})[key] = weakref.ref(value), storage_key(value)
+    return found
+
+
+def _as_loaded(loaded: Loaded, ident: int, key: slots.Key, obj: Any) -> bool:
+    """Whether a slot was filled by a loader, and no hook has exchanged that."""
+    mine = loaded.get(ident, {})
+    if key not in mine:
+        return False
+    known = mine[key]
+    now = None if known is None else slots.read(obj).get(key)
+    return known is None or (
+        isinstance(now, torch.Tensor) and known[0]() is now and storage_key(now) == known[1]
+    )
+
+
+def learn(
+    skeleton: Skeleton, model: torch.nn.Module, written: set[int], loaded: Loaded | None = None
+) -> Plan:
     """Compare S0 with the present state (S2) and make the plan.
 
     Args:
         skeleton: the constructor's state.
         model: the model after its first processing.
         written: numbers of storages that processing wrote in place.
+        loaded: what `by_loader` found before it.
     """
     plan = Plan()
     reasons: dict[int, str] = {}
@@ -171,7 +207,12 @@ def learn(skeleton: Skeleton, model: torch.nn.Module, written: set[int]) -> Plan
                     _note(reasons, holder, f"{slots.step('', key)} added")
         if restore:
             plan.restore[ident] = restore
-    plan.changed = {ident: frozenset(restore) for ident, restore in plan.restore.items()}
+    plan.changed = {
+        ident: frozenset(
+            key for key in restore if not _as_loaded(loaded or {}, ident, key, skeleton.holders[ident].obj)
+        )
+        for ident, restore in plan.restore.items()
+    }
     plan.inplace = frozenset(written)
     _close_over_storages(skeleton, plan, reasons)
     paths = {id(module): name for name, module in model.named_modules()}
