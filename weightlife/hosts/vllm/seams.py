@@ -16,7 +16,7 @@ from weightlife import errors
 from weightlife._engine import guard, lifecycle, memory, registry
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
-from weightlife.hosts.vllm import caches, remote, taking
+from weightlife.hosts.vllm import caches, reloadable, remote, taking
 from weightlife.hosts.vllm.adapter import VllmHost
 from weightlife.hosts.vllm.calls import Args, Kwargs, argument
 
@@ -219,6 +219,8 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     operation = "kernel_format" if kernel_format else "reload"
 
     def check(session: WeightLoadSession) -> None:
+        if iterator is None:
+            reloadable.require_path(life)
         files = None if iterator is not None or kernel_format else sources.of(life.host, path)
         if files is not None:
             announce.check_source(session, files)
@@ -365,7 +367,8 @@ def weights_sleep(life: Lifecycle, level: int) -> None:
     if isinstance(life.host, VllmHost):
         life.host.asleep = True
     if level >= 2:
-        life.lost("a level-2 sleep dropped the weights")
+        why = reloadable.no_path(getattr(getattr(life.host, "vllm_config", None), "load_config", None))
+        life.lost(f"a level-2 sleep dropped the weights{why and f', and {why}: send all tensors'}")
 
 
 def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:

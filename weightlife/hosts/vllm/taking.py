@@ -12,6 +12,7 @@ from weightlife._engine import lifecycle
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
 from weightlife.hosts.patching import Wrapper
+from weightlife.hosts.vllm import reloadable
 from weightlife.hosts.vllm.adapter import VllmHost
 
 
@@ -56,7 +57,8 @@ def take(model: Any, vllm_config: Any, model_config: Any, load: Wrapper, process
         device = torch.device(load_config.device or vllm_config.device_config.device)
         host = VllmHost(model, vllm_config, model_config, device)
         provisional = str(load_config.load_format) in ("dummy", "LoadFormat.DUMMY")
-        Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
+        life = Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
+        reloadable.say_no_path(life, load_config)
         for layer in model.modules():
             if host.layer_hook(layer) is not None:
                 patcher.wrap_class(type(layer.quant_method), "process_weights_after_loading", process)
