@@ -46,6 +46,10 @@ setup-plain: ## make .venv-plain: this package and pytest, no vLLM
 setup-floor: ## make .venv-floor: as .venv-plain, with the oldest dependencies admitted
 	@scripts/make_venv.sh floor
 
+.PHONY: setup-lowest
+setup-lowest: setup-plain ## make .venv-lowest: .venv-plain, with the oldest dependencies admitted but for torch
+	@scripts/make_venv.sh lowest
+
 .PHONY: demo
 demo: setup ## hot-swap a real engine A -> B -> A, survive a failing update, compare with stock
 	$(BIN)/python examples/demo.py
@@ -67,7 +71,7 @@ test-fast: setup ## unit tests, and four families on the real engine (under 3 mi
 		-k "qwen2tied-a or mixtral-a or w8a8dyn-a or awq-a" $(PYTEST_ARGS)
 
 .PHONY: test
-test: test-unit test-kernels test-plain test-engine ## everything but `full` (under 30 minutes on two cores)
+test: test-unit test-kernels test-plain test-lowest test-engine ## everything but `full` (under 30 minutes on two cores)
 
 # What measures time runs alone; engines, which are single processes mostly, run $(WORKERS) at a time.
 TIMED := tests/integration/test_otel.py
@@ -84,13 +88,20 @@ test-engine: setup ## the part of `make test` on real engines, WORKERS=2 of them
 test-kernels: setup ## Triton's kernels, interpreted on the CPU and compiled for sm_90 (a minute, no GPU)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PYTEST_ARGS)
 
+# Unit tests of where the host and wrapt meet: they run with vLLM (test-unit), without it, and with the oldest wrapt.
+PLAIN := tests/plain tests/unit/test_patching.py tests/unit/test_unproven.py tests/unit/test_reloadable.py
+
 .PHONY: test-plain
 test-plain: setup-plain ## the part of `make test` without vLLM
-	.venv-plain/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
+	.venv-plain/bin/python -m pytest $(PLAIN) $(PYTEST_ARGS)
+
+.PHONY: test-lowest
+test-lowest: setup-lowest ## test-plain with the oldest dependencies admitted, but for torch
+	.venv-lowest/bin/python -m pytest $(PLAIN) $(PYTEST_ARGS)
 
 .PHONY: test-floor
-test-floor: setup-floor ## test-plain with the oldest dependencies admitted
-	.venv-floor/bin/python -m pytest -m plain tests/plain $(PYTEST_ARGS)
+test-floor: setup-floor ## test-plain with the oldest dependencies admitted, torch too (gigabytes)
+	.venv-floor/bin/python -m pytest $(PLAIN) $(PYTEST_ARGS)
 
 .PHONY: test-browser
 test-browser: setup ## the HTML report in a headless Chromium (needs one: apt-get install chromium)
@@ -128,4 +139,4 @@ clean: ## remove caches and build outputs; environments stay
 
 .PHONY: distclean
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-plain .venv-floor .venv-ray .venv-phoenix
+	rm -rf .venv .venv-plain .venv-floor .venv-lowest .venv-ray .venv-phoenix

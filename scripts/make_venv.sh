@@ -5,6 +5,7 @@
 #   scripts/make_venv.sh host     .venv         the package, all tools, Triton, vLLM for CPUs
 #   scripts/make_venv.sh plain    .venv-plain   the package and pytest; no vLLM
 #   scripts/make_venv.sh floor    .venv-floor   as plain, with the oldest dependencies that we admit
+#   scripts/make_venv.sh lowest   .venv-lowest  the same floors but torch's, on top of .venv-plain, which has to be there
 #   scripts/make_venv.sh ray      .venv-ray     Ray, on top of .venv, which has to be there
 #   scripts/make_venv.sh phoenix  .venv-phoenix arize-phoenix and playwright, without the package (1 GB)
 #
@@ -21,9 +22,10 @@ case "$kind" in
   host) venv=.venv; extras="host-cpu,dev,otel,cli,triton,docs" ;;
   plain) venv=.venv-plain; extras="test" ;;
   floor) venv=.venv-floor; extras="test" ;;
+  lowest) venv=.venv-lowest; extras="" ;;
   ray) venv=.venv-ray; extras="" ;;
   phoenix) venv=.venv-phoenix; extras="" ;;
-  *) echo "usage: $0 host|plain|floor|ray|phoenix" >&2; exit 2 ;;
+  *) echo "usage: $0 host|plain|floor|lowest|ray|phoenix" >&2; exit 2 ;;
 esac
 
 say() { echo "[$venv] $*"; }
@@ -98,17 +100,38 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && is_311 "$venv/
   exit 0
 fi
 
-if ! { is_311 "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
+# Programs in it name their interpreter by its path: of a checkout that was moved they would not start.
+if ! { grep -qF "$(pwd -P)/$venv" "$venv/bin/activate" 2>/dev/null && is_311 "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
   python="$(find_python)"
   say "making a virtual environment with $("$python" --version)"
   "$python" -m venv --clear "$venv"
 fi
 rm -f "$stamp"
 
+# Packages of another environment of this checkout, and the checkout itself, behind those that are installed here.
+on_top_of() {
+  (cd "$1/lib/python3.11/site-packages" && pwd -P) > "$venv/lib/python3.11/site-packages/host.pth"
+  pwd -P >> "$venv/lib/python3.11/site-packages/host.pth"
+}
+
+if [ "$kind" = lowest ]; then
+  on_top_of .venv-plain
+  mapfile -t floors < <(grep == "$FLOORS" | grep -v ^torch==)
+  say "installing ${floors[*]}"
+  pip_install "${floors[@]}"
+  "$venv/bin/python" -c 'import sys
+from importlib.metadata import version
+found = [f"{pin.split(chr(61))[0]}=={version(pin.split(chr(61))[0])}" for pin in sys.argv[1:]]
+assert found == sys.argv[1:], f"not the floors: {found}"
+import torch, weightlife' "${floors[@]}"
+  fingerprint > "$stamp"
+  say "ready"
+  exit 0
+fi
+
 if [ "$kind" = ray ]; then
   # vLLM behaves otherwise where Ray is installed, so Ray is not among the packages of .venv: it is put before them.
-  (cd .venv/lib/python3.11/site-packages && pwd -P) > "$venv/lib/python3.11/site-packages/host.pth"
-  pwd -P >> "$venv/lib/python3.11/site-packages/host.pth"
+  on_top_of .venv
   say "installing ray"
   pip_install 'ray>=2.48'
   "$venv/bin/python" -c 'import ray, vllm, weightlife'

@@ -103,10 +103,10 @@ def install_from_environment() -> None:
 
 
 def _install(wanted: Settings) -> None:
-    from weightlife.hosts.vllm.table import SEAMS
+    from weightlife.hosts.vllm.table import SEAMS, TESTED
 
     _refuse_while_open("install")
-    patcher = runtime.patcher() if runtime.installed() else Patcher(SEAMS)
+    patcher = runtime.patcher() if runtime.installed() else Patcher(SEAMS, "vllm", TESTED)
     runtime.set_runtime(wanted, patcher)
     log = logging.getLogger("weightlife")
     _logger.setdefault("level", log.level)
@@ -238,6 +238,8 @@ def configure_otel(
 def observe(on: bool = True) -> None:
     """Switch to observing (change nothing, record and warn) at run time, or back to enforcing.
 
+    Where this version of the host can't be enforced it stays at observing, and `status()` says why.
+
     Raises:
         NotInstalledError: nothing to switch. ActiveSessionError: a session is open.
     """
@@ -245,10 +247,15 @@ def observe(on: bool = True) -> None:
         _refuse_while_open("observe")
         wanted = runtime.settings().replace(mode="observe" if on else "enforce")
         runtime.set_runtime(wanted, runtime.patcher())
+        if not on and runtime.unproven():
+            runtime.say_observing()
 
 
 def status(target: Any = None) -> dict[str, Any]:
     """This process: version, mode, settings, seams (wrapped, absent, waiting), models and what is only observed.
+
+    `mode` is the one in force and `mode_asked` the setting; where they differ `mode_why` tells the reason. `host` is
+    the host's name and version, `host_tested` whether it is one that the test-suite runs against.
 
     Args:
         target: an `LLM` or engine; its workers' status comes under `workers`, one record a rank.
@@ -274,6 +281,10 @@ def local_status() -> dict[str, Any]:
         "installed": runtime.installed(),
         "pid": os.getpid(),
         "mode": None,
+        "mode_asked": None,
+        "mode_why": "",
+        "host": None,
+        "host_tested": None,
         "settings": {},
         "seams": [],
         "models": [],
@@ -286,7 +297,10 @@ def local_status() -> dict[str, Any]:
         out["runs"] = writer.status()
     if not runtime.installed():
         return out
-    out["mode"] = runtime.settings().mode
+    out["mode_why"] = runtime.unproven(decide=True)
+    out["mode"], out["mode_asked"] = runtime.mode(), runtime.settings().mode
+    if runtime.version() is not None:
+        out["host"], out["host_tested"] = runtime.host_version(), runtime.is_tested()
     out["settings"] = runtime.settings().to_env()
     out["seams"] = runtime.patcher().status()
     module = sys.modules.get("weightlife._engine.lifecycle")

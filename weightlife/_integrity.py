@@ -134,10 +134,10 @@ def local_expect(model: Any, table: dict[str, Any] | None) -> None:
     if life is None:
         raise errors.NotInstalledError("this model was not built under weightlife")
     with life.owned("expect"):
-        observing = runtime.installed() and runtime.settings().mode == "observe"
+        observing = runtime.installed() and runtime.mode_for(life) == "observe"
         if life.observed is not None or observing:
             raise errors.SessionStateError(
-                f"loads of this model are only observed ({life.observed or 'mode is observe'}): nothing would be checked",
+                f"loads of this model are only observed ({life.observed or runtime.unproven() or 'mode is observe'}): nothing would be checked",
                 model=life.name,
             )  # fmt: skip
         if life.session is not None:

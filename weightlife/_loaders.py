@@ -117,7 +117,7 @@ def _subclass(cls: type, wrapped: Callable[[Any], Any]) -> type:
 
 def _mode(life: Lifecycle) -> str:
     """The mode in force for a model: its own, else the installed one, which may change while it lives."""
-    return life.own_mode or (runtime.settings() if runtime.installed() else life.settings).mode
+    return life.own_mode or (runtime.mode_for(life) if runtime.installed() else life.settings.mode)
 
 
 class _Call:

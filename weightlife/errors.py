@@ -6,6 +6,7 @@
     WeightlifeError              WL000
     +-- ConfigError              WL001  (also a ValueError)
     +-- HostError                WL010
+    |   +-- ReloadUnsupportedError WL015  (also a NotImplementedError)
     +-- NotInstalledError        WL011
     +-- ActiveSessionError       WL012
     +-- HandshakeError           WL013
@@ -95,6 +96,7 @@ __all__ = [
     "ProcessingError",
     "RankMismatchError",
     "RefusedLayerError",
+    "ReloadUnsupportedError",
     "RepeatedSourceError",
     "RoutingError",
     "SessionConflictError",
@@ -201,6 +203,16 @@ class HostError(WeightlifeError):
 
     code = "WL010"
     default_hint = "weightlife.status() tells which seams were found; mode='observe' changes nothing"
+
+
+class ReloadUnsupportedError(HostError, NotImplementedError):
+    """The loader that the engine was started with can't read a checkpoint again; nothing was touched."""
+
+    code = "WL015"
+    default_hint = (
+        "send the tensors: reload_weights(weights_iterator=...), a weight transfer or load_weights;"
+        " or start the engine with a load_format that can (auto)"
+    )
 
 
 class NotInstalledError(WeightlifeError):

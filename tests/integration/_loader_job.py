@@ -51,11 +51,12 @@ def register() -> list[str]:
 
 
 def heard(call: Callable[[], Any]) -> str:
-    """The name of what a call raised."""
+    """The name of what a call raised, and its kind where the host has one for it."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - the test judges it
-        return type(error).__name__
+        own = " NotImplementedError" if isinstance(error, NotImplementedError) else ""
+        return type(error).__name__ + own
     return ""
 
 
@@ -95,7 +96,9 @@ def measure(name: str, a: Path, b: Path, want: dict[str, Any]) -> dict[str, Any]
     runner.reload_weights(weights_iterator=iter(checkpoints.tensors(b).items()))
     here["update"] = serves("b")
     # A loader without `get_all_weights` can't reload a path.
+    here["notes"] = life.reports[0].notes
     here["by_path"] = heard(lambda: llm.collective_rpc("reload_weights", kwargs={"weights_path": str(a)}))
+    here["refused"] = [life.reports[-1].outcome, life.reports[-1].error]
     here["after_path"] = serves("b")
     if name == "once":
         here.update(decorated(model, life, a, b, serves))

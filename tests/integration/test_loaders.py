@@ -34,7 +34,16 @@ def test_the_first_load_and_an_update_equal_cold_loads(found: dict[str, Any], na
 @pytest.mark.parametrize("name", LOADERS)
 def test_one_that_can_not_reload_a_path_says_so_and_changes_nothing(found: dict[str, Any], name: str) -> None:
     here = found[name]
-    assert here["by_path"] == "NotImplementedError"
+    (note,) = [note for note in here["notes"] if "reload by path is not possible" in note]  # at the start
+    assert f"load_format=weightlife_{name}" in note
+    assert "weights_iterator" in note
+    assert (
+        here["by_path"] == "ReloadUnsupportedError NotImplementedError"
+    )  # in process the host's kind as well
+    outcome, error = here["refused"]
+    assert outcome == "refused"
+    assert "WL015" in error
+    assert f"load_format=weightlife_{name}" in error
     assert here["after_path"] == []
 
 

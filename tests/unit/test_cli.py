@@ -478,7 +478,11 @@ class TestManners:
         assert colour.search(self.on_a_terminal(["report", str(usual)]))
         assert not colour.search(self.on_a_terminal(["report", str(usual)], NO_COLOR="1"))
         command = [sys.executable, "-m", "weightlife", "report", str(usual)]
-        env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+        env = {
+            **os.environ,
+            "COLUMNS": "80",
+            "LINES": "24",
+        }  # as children of a program with readline get them
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False, env=env
         )
@@ -487,7 +491,7 @@ class TestManners:
 
     @staticmethod
     def in_a_pipe(args: list[str]) -> subprocess.CompletedProcess[str]:
-        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
+        env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR")}
         return subprocess.run(
             [sys.executable, "-m", "weightlife", *args],
             capture_output=True, text=True, timeout=60, cwd=ROOT, check=False, env={**env, "TERM": "xterm-256color"},

@@ -22,6 +22,7 @@ GOLDEN = {
     "WL012": "ActiveSessionError",
     "WL013": "HandshakeError",
     "WL014": "RoutingError",
+    "WL015": "ReloadUnsupportedError",
     "WL100": "SessionError",
     "WL101": "SessionConflictError",
     "WL102": "SessionStateError",

@@ -51,6 +51,16 @@ def __getattr__(name):
 '''
 RING = "def function(x):\n    return ('ring', x)\nfrom . import ring_user\n"
 RING_USER = "from .ring import function as other\n"
+SEALED = """
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("sealed")
+class Sealed(metaclass=Meta):
+    def method(self, x):
+        return x
+def f(x):
+    return x
+"""
 CIRCULAR = "from . import installer\ndef function(x):\n    return ('circular', x)\n"
 
 
@@ -68,6 +78,7 @@ class Host:
             "late": USER,
             "lazy": LAZY,
             "circular": CIRCULAR,
+            "sealed": SEALED,
             "ring": RING,
             "ring_user": RING_USER,
         }
@@ -363,6 +374,74 @@ class TestApply:
         assert core.Child()._private(1) == ("added", 1)
         patcher.undo()
         assert_identical(before, snapshot(core))
+
+
+class TestMissing:
+    def test_required_and_absent(self, host: Host) -> None:
+        host.load("core")
+        patcher = Patcher([
+            host.seam("function", required=True), host.seam("absent", required=True), host.seam("gone"),
+            host.seam("nothing", required=True), host.seam("function", "late", required=True),
+        ])  # fmt: skip
+        patcher.apply()
+        assert patcher.missing().keys() == {"core:absent", "core:nothing"}
+        patcher.undo()
+        assert patcher.missing() == {}
+
+    def test_a_module_that_is_not_imported_is_decided_when_it_is(self, host: Host) -> None:
+        patcher = Patcher([host.seam("absent", "late", required=True)])
+        patcher.apply()
+        assert patcher.missing(absent=True) == {}
+        host.load("late")
+        assert patcher.missing().keys() == {"late:absent"}
+        patcher.undo()
+
+    def test_a_module_that_is_half_way_through_its_import_is_not(self, host: Host) -> None:
+        core = host.load("core")
+        patcher = Patcher([host.seam("later", required=True)])
+        core.__spec__._initializing = True
+        patcher.apply()
+        assert patcher.missing() == {}
+        core.later, core.__spec__._initializing = core.function, False
+        assert patcher.missing() == {}
+        assert isinstance(core.later, SeamWrapper)
+        patcher.undo()
+
+    @pytest.mark.parametrize("module", ["never", "never.deeper"])
+    def test_a_module_that_is_nowhere(self, host: Host, module: str) -> None:
+        patcher = Patcher([host.seam("function", module, required=True)])
+        patcher.apply()
+        assert patcher.missing(absent=True) == {}  # nor is its package imported: who knows
+        host.load("core")
+        assert patcher.missing() == {}
+        assert patcher.missing(absent=True).keys() == {f"{module}:function"}
+        assert patcher.status()[0]["state"] == "module absent in this version"
+        patcher.undo()
+
+    @pytest.mark.parametrize("early", [True, False])
+    def test_a_wrapping_that_fails_is_said_and_not_raised_into_the_import(
+        self, host: Host, early: bool
+    ) -> None:
+        patcher = Patcher([host.seam("Sealed.method", "sealed", required=True), host.seam("f", "sealed")])
+        if early:
+            patcher.apply()
+        sealed = host.load("sealed")
+        patcher.apply()
+        assert "TypeError" in patcher.missing()["sealed:Sealed.method"]
+        assert patcher.status()[0]["state"].startswith("wrapping failed")
+        assert sealed.f(1) == ("wrapped", 1)
+        patcher.undo()
+        assert sealed.Sealed().method(1) == 1
+        assert type(sealed.f) is types.FunctionType
+
+    def test_what_is_no_function_is_not_wrapped(self, host: Host) -> None:
+        core = host.load("core")
+        core.function = {"a": "table"}
+        patcher = Patcher([host.seam("function", required=True), host.seam("function.x", required=True)])
+        patcher.apply()
+        assert patcher.missing()["core:function"].startswith("not callable")
+        assert core.function == {"a": "table"}
+        patcher.undo()
 
 
 class TestStatus:

@@ -86,11 +86,12 @@ def observe(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     why: str = "",
+    told: str = "",
 ) -> Any:
     """Run a load of the host's own and change nothing: time, outcome, and what moved go into a report.
 
     `why`: what made this load one to be left alone, where that is not the model or the mode. If such a load fails, what
-    it wrote is in the weights that serve, and they must not: until one ends, or an update of ours commits.
+    it wrote is in the weights that serve, and they must not: until one ends, or an update of ours commits. `told`: why the mode in force is to observe, where nobody asked for it.
     """
     if life.observing:
         return call(*args, **kwargs)
@@ -100,7 +101,7 @@ def observe(
         rank=rank, world_size=world,
         generation=life.generation, versions=life.host.versions(), outcome="observed",
         started_at=datetime.now(timezone.utc).isoformat(),
-        notes=[f"the host's own path: {why or life.observed or 'mode is observe'}"],
+        notes=[f"the host's own path: {why or life.observed or told or 'mode is observe'}"],
     )  # fmt: skip
     if not why:
         life.seal()  # else it stays what it was: the caller is followed until his parameters are back

@@ -441,9 +441,10 @@ class Lifecycle(Teller):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         why: str = "",
+        told: str = "",
     ) -> Any:
         """Run a load of the host's own and change nothing: time, outcome, and what moved go into a report."""
-        return contract.observe(self, what, call, args, kwargs, why)
+        return contract.observe(self, what, call, args, kwargs, why, told)
 
     def vote(self, ok: bool, session: WeightLoadSession | None) -> None:
         """Compare this rank's outcome with the others'.

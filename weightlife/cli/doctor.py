@@ -26,11 +26,10 @@ from weightlife._version import __version__
 from weightlife.cli.output import BAD, FAILED, GOOD
 from weightlife.config import PREFIX, Settings, enabled_from_env, unknown_variables
 from weightlife.errors import ConfigError, clean
+from weightlife.hosts.vllm.table import TESTED
 
 __all__ = ["Check", "diagnose", "exit_code", "probe_host", "seam_rows"]
 
-TESTED = ("0.32.0",)
-"""Versions of vLLM that the test-suite runs against."""
 CONNECT_SECONDS = 2.0
 _OURS = ("WEIGHTLIFE_POISON", "WEIGHTLIFE_TESTING_CACHE")
 
@@ -160,7 +159,9 @@ def _seams(host: Mapping[str, Any]) -> list[Check]:
     required = [row for row in missing if row.get("required")]
     names = ", ".join(clean(row.get("seam")) for row in required or missing)
     if required:
-        hint = "this version of vLLM can't be enforced; mode='observe' records what happens"
+        hint = (
+            "with this version of vLLM weightlife only observes: loads run vLLM's own path and are recorded"
+        )
         return [Check("seams", "fail", f"{text}; required and missing: {names}", hint)]
     return [Check("seams", "warn", f"{text}; missing: {names}", "weightlife seams says what each is for")]
 

@@ -8,7 +8,6 @@ rich leaves colour out in pipes and where ``NO_COLOR`` is set. Text from files i
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,7 +50,8 @@ def stderr() -> Console:
 
 def _console(stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    # COLUMNS is no wish there: whoever imported `readline` without a terminal has it in what its children inherit (80).
+    width = None if stream.isatty() else _PIPE_COLUMNS
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -30,7 +30,7 @@ class Seam:
         module: the module that defines the target.
         attribute: `function` or `Class.method`.
         wrapper: a wrapt wrapper `(wrapped, instance, args, kwargs)`.
-        required: without it the engine can only observe.
+        required: without it a process can only observe (`Patcher.missing`).
         since: the first host version that has it, as "0.22", where that is known; for `status()`.
         why: what it is for.
     """
@@ -73,10 +73,16 @@ class Applied:
 
 
 class Patcher:
-    """Applies a table of seams, and takes it back."""
+    """Applies a table of seams, and takes it back.
 
-    def __init__(self, seams: list[Seam]) -> None:
-        self.seams = seams
+    Args:
+        seams: the table.
+        host: the package that it is a table of.
+        tested: versions of it that the test-suite runs against.
+    """
+
+    def __init__(self, seams: list[Seam], host: str = "", tested: tuple[str, ...] = ()) -> None:
+        self.seams, self.host, self.tested = seams, host, tested
         self.applied: dict[str, Applied] = {}
         self.failures: dict[str, str] = {}
         self.classes: list[Applied] = []
@@ -125,21 +131,33 @@ class Patcher:
         for seam in self.seams:
             if seam.module != module.__name__ or seam.name in self.applied:
                 continue
-            owner, attribute, original = self._resolve(module, seam)
-            if seam.adds and owner is not None:
-                if original is None:
-                    setattr(owner, attribute, seam.wrapper)
-                    self.applied[seam.name] = Applied(seam, None, seam.wrapper, True, [(owner, attribute)])
+            try:
+                done = self._apply_seam(module, seam)
+            except Exception as error:  # noqa: BLE001 - in the host's import; `status()` and `missing()` tell of it
+                self.failures[seam.name] = f"wrapping failed ({type(error).__name__}: {error})"
                 continue
-            if owner is None:
-                there = f" (there since {seam.since})" if seam.since else ""
-                self.failures[seam.name] = f"absent in this version{there}: {seam.module}:{seam.attribute}"
-                continue
-            self.failures.pop(seam.name, None)
-            self.applied[seam.name] = done = self.wrap(owner, attribute, seam.wrapper, seam, original)
-            if not isinstance(owner, type):
+            if done is not None:
                 functions.append(done)
         return functions
+
+    def _apply_seam(self, module: Any, seam: Seam) -> Applied | None:
+        """Wrap one target, or note why not. Returns what other modules may hold by name."""
+        owner, attribute, original = self._resolve(module, seam)
+        if seam.adds and owner is not None:
+            if original is None:
+                setattr(owner, attribute, seam.wrapper)
+                self.applied[seam.name] = Applied(seam, None, seam.wrapper, True, [(owner, attribute)])
+            return None
+        if owner is None:
+            there = f" (there since {seam.since})" if seam.since else ""
+            self.failures[seam.name] = f"absent in this version{there}: {seam.module}:{seam.attribute}"
+            return None
+        if not callable(original) and not isinstance(original, classmethod):
+            self.failures[seam.name] = f"not callable in this version: {seam.module}:{seam.attribute}"
+            return None
+        self.applied[seam.name] = done = self.wrap(owner, attribute, seam.wrapper, seam, original)
+        self.failures.pop(seam.name, None)
+        return None if isinstance(owner, type) else done
 
     @staticmethod
     def _resolve(module: Any, seam: Seam) -> tuple[Any, str, Any]:
@@ -208,6 +226,31 @@ class Patcher:
             self.classes.clear()
             self.applied.clear()
             self.failures.clear()
+
+    def missing(self, absent: bool = False) -> dict[str, str]:
+        """Required seams that can't be applied in this process, with the reason: what they prove is unproven here.
+
+        A seam whose module was not imported yet, or is being imported now, is not decided.
+
+        Args:
+            absent: look also for modules that are nowhere to be imported from (a look at the disk for each).
+        """
+        with self._lock:
+            if not self.active:
+                return {}
+            required = [seam for seam in self.seams if seam.required and seam.name not in self.applied]
+            if any(seam.name in self.failures for seam in required):
+                self.apply()  # installed while a module was still being imported: it may be whole now
+            found = {}
+            for seam in required:
+                module = sys.modules.get(seam.module)
+                if module is not None and _being_imported(module):
+                    continue
+                if seam.name in self.failures:
+                    found[seam.name] = self.failures[seam.name]
+                elif module is None and absent and not _may_exist(seam.module):
+                    found[seam.name] = f"module absent in this version: {seam.module}"
+            return found
 
     def status(self) -> list[dict[str, Any]]:
         """A row a seam: name, target, state, required, why."""
@@ -288,11 +331,20 @@ def since(module: Any) -> list[Any]:
     return found
 
 
+def _being_imported(module: Any) -> bool:
+    return bool(getattr(vars(module).get("__spec__"), "_initializing", False))
+
+
 def _may_exist(module: str) -> bool:
-    parent = module.rpartition(".")[0]
-    if parent not in sys.modules:
+    """Whether a module that is not imported could be.
+
+    Nothing is imported for it: below the first package that is not imported either, nothing is known.
+    """
+    path = module.split(".")
+    known = next((i for i in range(len(path) - 1, 0, -1) if ".".join(path[:i]) in sys.modules), 0)
+    if known == 0:
         return True
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(".".join(path[: known + 1])) is not None
     except (ImportError, ValueError):
         return False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife._version import __version__
+from weightlife.hosts import runtime
 
 if TYPE_CHECKING:
     from weightlife.source_checks import Source
@@ -186,7 +187,12 @@ class VllmHost:
     # -- what may be done --------------------------------------------------------------------------------------
 
     def observe_reason(self) -> str | None:
-        """Online quantisation, CPU offload, pipeline and experts under LoRA run vLLM's own lifecycle."""
+        """Online quantisation, CPU offload, pipeline and experts under LoRA run vLLM's own lifecycle.
+
+        Before all that: a version of vLLM that can't be enforced.
+        """
+        if why := runtime.unproven():
+            return why
         for module in self.model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
                 return "online quantisation loads and processes layer by layer on its own"

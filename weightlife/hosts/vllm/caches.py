@@ -28,7 +28,7 @@ _to_ask: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def engine_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A question to the workers: after an update, cached blocks and encoder outputs are of the old weights."""
-    if not runtime.installed() or runtime.settings().mode != "enforce":
+    if not runtime.installed() or runtime.mode() != "enforce":
         return wrapped(*args, **kwargs)
     method = remote.method_of(argument(args, kwargs, 0, "method"), argument(args, kwargs, 2, "args"))
     if method != remote.METHOD and _encodes(instance):
@@ -54,7 +54,7 @@ def reset_prefix_cache(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) 
     other weights.
     """
     done = wrapped(*args, **kwargs)
-    if done and runtime.installed() and runtime.settings().mode == "enforce":
+    if done and runtime.installed() and runtime.mode() == "enforce":
         try:
             instance.model_executor.collective_rpc(remote.METHOD, args=("scrub", None))
         except Exception:

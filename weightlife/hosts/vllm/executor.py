@@ -42,7 +42,7 @@ def executor_rpc(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
 
     Not at once: a rank may have failed while the others wait for it in a collective, and the caller must hear of that.
     """
-    if runtime.settings().mode != "enforce":
+    if runtime.mode() != "enforce":
         return wrapped(*args, **kwargs)
     rank = argument(args, kwargs, _REPLY_RANK, "unique_reply_rank")
     queues = getattr(instance, "response_mqs", None)

@@ -29,7 +29,15 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
 
     if question == "hello":
         rank = getattr(worker, "rank", 0)
-        return {"weightlife": __version__, "digest": runtime.settings().digest(), "rank": rank}
+        why = runtime.unproven(decide=True)
+        return {
+            "weightlife": __version__,
+            "digest": runtime.settings().digest(),
+            "rank": rank,
+            "unproven": why,
+        }
+    if question == "observe":
+        return runtime.degrade(str((payload or {}).get("why", "")))
     if question == "status":
         return _api.local_status()
     if question == "reports":
@@ -161,17 +169,22 @@ def ask(target: Any, question: str, payload: dict[str, Any] | None = None) -> li
 
 
 def shake_hands(target: Any, policy: str) -> None:
-    """Every worker runs the same weightlife with the same settings, or the user hears of it.
+    """Every worker runs the same weightlife with the same settings, and can enforce, or the user hears of it.
+
+    Where one worker can only observe, all of them do from here on, and so does this process: ranks that enforce beside
+    one that does not would end with different weights.
 
     Raises:
-        HandshakeError: they differ and the policy is `strict`.
+        HandshakeError: they differ, or one only observes, and the policy is `strict`.
     """
     if policy == "off" or not runtime.installed():
         return
     problem: errors.HandshakeError | None = None
     mine = (__version__, runtime.settings().digest())
     try:
-        for other in ask(target, "hello"):
+        answers = ask(target, "hello")
+        _observe_together(target, answers, policy)
+        for other in answers:
             theirs = (other["weightlife"], other["digest"])
             if theirs != mine:
                 problem = errors.HandshakeError(f"rank {other['rank']} runs {theirs}, this process {mine}")
@@ -182,3 +195,18 @@ def shake_hands(target: Any, policy: str) -> None:
     if policy == "strict":
         raise problem
     logging.getLogger("weightlife").error("%s", problem)
+
+
+def _observe_together(target: Any, answers: list[Any], policy: str) -> None:
+    why = [
+        f"rank {other['rank']} only observes: {other['unproven']}"
+        for other in answers
+        if other.get("unproven")
+    ]
+    if not why or runtime.settings().mode == "observe":
+        return
+    if policy == "strict":
+        raise errors.HandshakeError(why[0], hint="serve with a version that weightlife was tested with")
+    if len(why) < len(answers):
+        ask(target, "observe", {"why": why[0]})
+    runtime.degrade(why[0])  # one line; none where this process has said it already

@@ -16,7 +16,7 @@ from weightlife import errors
 from weightlife._engine import guard, lifecycle, memory, registry
 from weightlife._engine.lifecycle import Lifecycle
 from weightlife.hosts import runtime
-from weightlife.hosts.vllm import caches, remote
+from weightlife.hosts.vllm import caches, reloadable, remote, taking
 from weightlife.hosts.vllm.adapter import VllmHost
 from weightlife.hosts.vllm.calls import Args, Kwargs, argument
 
@@ -34,11 +34,26 @@ def _known(model: Any) -> Lifecycle | None:
 def _ready(model: Any) -> Lifecycle | None:
     """The lifecycle of a model that weightlife manages now, or None (observe mode, unknown)."""
     life = _known(model)
-    if life is None or life.status == "observed":
-        return None
-    if life.first is None and runtime.settings().mode == "observe":
+    if life is None or life.status == "observed" or _left(life):
         return None
     return life
+
+
+def _left(life: Lifecycle) -> bool:
+    """Whether this load of a model is left to the host, and recorded: the mode in force.
+
+    Not in the middle of something, should a missing seam show itself late: the first load, an open update and the
+    healing of a model that must not serve end as they began.
+    """
+    busy = life.first is not None or life.session is not None or bool(life.poisoned)
+    return not busy and runtime.mode() == "observe"
+
+
+def _observe(life: Lifecycle | None, what: str, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A load that is left to the host; recorded where the model is known."""
+    if life is None:
+        return wrapped(*args, **kwargs)
+    return life.observe(what, wrapped, args, kwargs, told=runtime.unproven())
 
 
 # -- construction and first load -------------------------------------------------------------------------------
@@ -48,23 +63,12 @@ def initialize_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) ->
     """After construction: remember what the constructor made."""
     if not runtime.installed():
         return wrapped(*args, **kwargs)
+    _share_log()
+    runtime.unproven(decide=True)
     model = wrapped(*args, **kwargs)
     vllm_config = argument(args, kwargs, 0, "vllm_config")
-    model_config = kwargs.get("model_config") or vllm_config.model_config
-    load_config = vllm_config.load_config
-    device = torch.device(load_config.device or vllm_config.device_config.device)
-    for child in model.modules():
-        if child is not model:
-            lifecycle.forget(child)  # a model inside a model has no life of its own
-    _share_log()
-    host = VllmHost(model, vllm_config, model_config, device)
-    provisional = str(load_config.load_format) in ("dummy", "LoadFormat.DUMMY")
-    Lifecycle(model, host, runtime.settings(), provisional, runtime.fill())
-    patcher = runtime.patcher()
-    patcher.wrap_class(type(model), "load_weights", load_weights)
-    for layer in model.modules():
-        if host.layer_hook(layer) is not None:
-            patcher.wrap_class(type(layer.quant_method), "process_weights_after_loading", process_layer)
+    model_config = kwargs.get("model_config") or getattr(vllm_config, "model_config", None)
+    taking.watch(model, vllm_config, model_config, load_weights, process_layer)
     return model
 
 
@@ -74,7 +78,7 @@ def process_layer(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> An
     life = lifecycle.owner_of(layer) if isinstance(layer, torch.nn.Module) else None
     if life is not None and life.first is not None:
         return life.first.hook(layer, type(instance).__name__, lambda: wrapped(*args, **kwargs))
-    if life is None or life.status != "ready" or life.is_inside() or runtime.settings().mode == "observe":
+    if life is None or life.status != "ready" or life.is_inside() or _left(life):
         return wrapped(*args, **kwargs)
     if life.session is None and life.contract_changed(layer) is None:
         life.note(f"{type(instance).__name__} was asked to process a layer of {life.name} twice: not done")
@@ -100,12 +104,7 @@ def load_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
         return wrapped(*args, **kwargs)
     life = _ready(instance)
     if life is None:
-        known = _known(instance)
-        return (
-            wrapped(*args, **kwargs)
-            if known is None
-            else known.observe("load_weights", wrapped, args, kwargs)
-        )
+        return _observe(_known(instance), "load_weights", wrapped, args, kwargs)
     if args:
         return life.load_weights(call_of(wrapped, args[1:], kwargs), args[0])
     name = "weights" if "weights" in kwargs else next(iter(kwargs), "weights")
@@ -152,9 +151,14 @@ def check_skipped_aliases(wrapped: Any, instance: Any, args: Args, kwargs: Kwarg
 
 def load_model(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """A loader's collections look at what it made; one that forgot the processing gets it done."""
-    enforced = runtime.installed() and runtime.settings().mode == "enforce"
+    enforced = runtime.installed() and runtime.mode() == "enforce"
     with memory.set_aside() if enforced else nullcontext():
         model = wrapped(*args, **kwargs)
+    if runtime.installed() and isinstance(model, torch.nn.Module) and lifecycle.of(model) is None:
+        if runtime.unproven() and not lifecycle.released(model):  # where it was constructed could not be seen
+            _share_log()
+            config = argument(args, kwargs, 0, "vllm_config"), argument(args, kwargs, 1, "model_config")
+            taking.take(model, *config, load_weights, process_layer)
     life = _ready(model)
     if life is not None and life.first is not None and isinstance(life.host, VllmHost):
         from vllm.model_executor.model_loader import utils
@@ -184,12 +188,7 @@ def reload_weights(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> A
     """A runner's reload: one session round the whole call."""
     life = _ready(instance.get_model())
     if life is None:
-        known = _known(instance.get_model())
-        return (
-            wrapped(*args, **kwargs)
-            if known is None
-            else known.observe("reload_weights", wrapped, args, kwargs)
-        )
+        return _observe(_known(instance.get_model()), "reload_weights", wrapped, args, kwargs)
     if life.first is not None:
         return wrapped(*args, **kwargs)
     with life.owned("reload_weights"):
@@ -220,6 +219,8 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     operation = "kernel_format" if kernel_format else "reload"
 
     def check(session: WeightLoadSession) -> None:
+        if iterator is None:
+            reloadable.require_path(life)
         files = None if iterator is not None or kernel_format else sources.of(life.host, path)
         if files is not None:
             announce.check_source(session, files)
@@ -366,7 +367,8 @@ def weights_sleep(life: Lifecycle, level: int) -> None:
     if isinstance(life.host, VllmHost):
         life.host.asleep = True
     if level >= 2:
-        life.lost("a level-2 sleep dropped the weights")
+        why = reloadable.no_path(getattr(getattr(life.host, "vllm_config", None), "load_config", None))
+        life.lost(f"a level-2 sleep dropped the weights{why and f', and {why}: send all tensors'}")
 
 
 def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -458,6 +460,7 @@ def after_engine(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any
     """An engine stands, or its core (an asynchronous front end can't ask from its constructor): do its workers run it?"""
     if not runtime.installed():
         return wrapped(*args, **kwargs)
+    runtime.unproven(decide=True)
     out = wrapped(*args, **kwargs)
     remote.shake_hands(instance, runtime.settings().handshake)
     return out

@@ -43,6 +43,9 @@ def _answer(worker: Any, question: Any, payload: Any = None, /, *args: Any, **kw
     return remote.answer(worker, question, payload)
 
 
+TESTED = ("0.32.0",)
+"""Versions of vLLM that the test-suite runs against."""
+
 _LOADER = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.gpu_worker"
 
