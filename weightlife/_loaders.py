@@ -45,8 +45,9 @@ def wrap_loader(loader: Any = None, *, chunked: bool = False, expected: Any = No
 
     Args:
         loader: a function or a method; its first argument (after `self`) is the model. If the next one, or the keyword
-            `weights`, is an iterable of (name, tensor), also an asynchronous one, errors can name tensors. Anything
-            else (a path, a state dict) is handed through, and what is missing is known by element. `async def` is one
+            `weights`, is an iterable of (name, tensor), also an asynchronous one, errors can name tensors; a list can
+            still be indexed and read twice. Anything else (paths, a state dict) is handed through, and what is missing
+            is known by element. `async def` is one
             session too: between its awaits the old weights serve. Of a class a subclass is made, whose method `load`
             (or else `load_weights`, `__call__`) is wrapped.
         chunked: a call brings a part, and the next forward pass is the end.
@@ -143,7 +144,7 @@ class _Call:
             )
         self.model: torch.nn.Module = model
         self.before, self.rest, self.kwargs = before, rest, kwargs
-        self.keyword = not rest and "weights" in kwargs
+        self.keyword = "weights" in kwargs
         given = kwargs["weights"] if self.keyword else rest[0] if rest else None
         self.source = given if _is_stream(given) else None
 
@@ -169,7 +170,7 @@ class _Call:
             return lambda stream: loader(*before, model, *rest, **kwargs)
         if self.keyword:
             others = self._others()
-            return lambda stream: loader(*before, model, weights=stream, **others)
+            return lambda stream: loader(*before, model, *rest, weights=stream, **others)
         after = rest[1:]
         return lambda stream: loader(*before, model, stream, *after, **kwargs)
 
@@ -177,10 +178,10 @@ class _Call:
         """The same to be kept on the model, which it must not keep alive; None for a loader without a stream."""
         if self.source is None:
             return None
-        loader, before, after, model = self.loader, self.before, self.rest[1:], weakref.ref(self.model)
-        others = self._others()
+        loader, before, rest, model = self.loader, self.before, self.rest, weakref.ref(self.model)
+        others, after = self._others(), rest[1:]
         if self.keyword:
-            return lambda stream: loader(*before, model(), weights=stream, **others)
+            return lambda stream: loader(*before, model(), *rest, weights=stream, **others)
         return lambda stream: loader(*before, model(), stream, *after, **others)
 
     def _others(self) -> dict[str, Any]:
@@ -289,20 +290,33 @@ class _Steps:
     """
 
     def __init__(self, call: _Call, life: Lifecycle) -> None:
+        from weightlife._engine.streams import Ahead, as_given
+
         self._life, self._name = life, call.name
         source = call.source
         self._later = source.__aiter__() if isinstance(source, AsyncIterable) else None
-        self._came: deque[tuple[str, Any]] = deque()
-        self._items: Iterator[Any] = _Drained(self._came) if source is None or self._later else iter(source)
-        self.now: Iterator[Any] = iter(())
-        self._coroutine: Coroutine[Any, Any, Any] = call.with_stream()(self)
+        self._came: deque[Any] = deque()  # of an asynchronous source, and not handed over yet
+        self._ahead: deque[Any] = deque()  # handed over while no step ran, and not known to a call yet
+        self._source: Iterator[Any] = iter(()) if source is None or self._later else iter(source)
+        self._items = _Feed(Ahead, self._ahead, self._came, self._source)
+        self.now: Iterator[Any] | None = None
+        given = self if source is None or self._later else as_given(source, self)
+        self._coroutine: Coroutine[Any, Any, Any] = call.with_stream()(given)
 
     def __iter__(self) -> _Steps:
         return self
 
     def __next__(self) -> Any:
-        """The loader's next tensor, named to the call that runs now."""
-        return next(self.now)
+        """The loader's next tensor, named to the call that runs now.
+
+        Where none runs a task or a thread of the loader's pulls ahead: the next call is told.
+        """
+        if self.now is not None:
+            return next(self.now)
+        item = self._came.popleft() if self._came else next(self._source)
+        if isinstance(item, (tuple, list)):
+            self._ahead.append(item)
+        return item
 
     def __aiter__(self) -> _Steps:
         return self
@@ -311,11 +325,16 @@ class _Steps:
         """As `__next__`, of an asynchronous source: it may come in a later call than it was asked for in."""
         if self._later is not None:
             self._came.append(await self._later.__anext__())
-            return next(self.now)
+            return next(self)
         try:
-            return next(self.now)
+            return next(self)
         except StopIteration:
             raise StopAsyncIteration from None
+
+    def told(self, stream: Iterator[Any]) -> None:
+        """A call begins: it hears of what was pulled before it."""
+        while self._ahead:
+            next(stream)
 
     def __await__(self) -> Generator[Any, Any, Any]:
         """Run it to its end."""
@@ -344,25 +363,29 @@ class _Step:
 
     def run(self, stream: Iterator[Any]) -> tuple[bool, Any]:
         """(whether it was the last one, what it returned or waits for)."""
-        self._steps.now = stream
+        steps = self._steps
+        steps.told(stream)
+        steps.now = stream
         try:
             return False, self._step()
         except StopIteration as end:
             return True, end.value
         finally:
-            self._steps.now = iter(())
+            steps.now = None
 
 
-class _Drained:
-    """What has come by now. It is asked only when something has."""
+class _Feed:
+    """What a call's stream is made of: first what was pulled ahead of it, then what came, then the source."""
 
-    def __init__(self, came: deque[tuple[str, Any]]) -> None:
-        self._came = came
+    def __init__(
+        self, mark: Callable[[Any], Any], ahead: deque[Any], came: deque[Any], source: Iterator[Any]
+    ) -> None:
+        self._mark, self._ahead, self._came, self._source = mark, ahead, came, source
 
-    def __iter__(self) -> _Drained:
+    def __iter__(self) -> _Feed:
         return self
 
     def __next__(self) -> Any:
-        if not self._came:
-            raise StopIteration
-        return self._came.popleft()
+        if self._ahead:
+            return self._mark(self._ahead.popleft())
+        return self._came.popleft() if self._came else next(self._source)

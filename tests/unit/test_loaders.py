@@ -216,6 +216,146 @@ class TestShapes:
         assert trainer.sync(net, []) == 2
 
 
+# -- what a loader does with its stream ---------------------------------------------------------------------------
+
+
+def _counts_first(model: nn.Module, weights: Any) -> None:
+    assert sum(1 for _ in weights) == len(A)
+    copy_all(model, weights)
+
+
+def _by_index(model: nn.Module, weights: Any) -> None:
+    assert isinstance(weights, list) and weights and weights[0] in weights
+    copy_all(model, (weights[place] for place in range(len(weights))))
+
+
+def _peeks(model: nn.Module, weights: Any) -> None:
+    assert next(iter(weights))[0] in dict(model.named_parameters())
+    copy_all(model, weights)
+
+
+def _scales_last(model: nn.Module, weights: Any) -> None:
+    for last in (False, True):
+        copy_all(model, (pair for pair in weights if pair[0].endswith("scale") is last))
+
+
+def _checks_after(model: nn.Module, weights: Any) -> None:
+    copy_all(model, weights)
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in weights)
+
+
+def _backwards(model: nn.Module, weights: Any) -> None:
+    copy_all(model, reversed(weights))
+
+
+async def _counts_first_later(model: nn.Module, weights: Any) -> None:
+    assert sum(1 for _ in weights) == len(weights)
+    for pair in weights:
+        copy_all(model, [pair])
+        await asyncio.sleep(0)
+
+
+def _run(out: Any) -> None:
+    if asyncio.iscoroutine(out):
+        asyncio.run(asyncio.wait_for(out, 20))
+
+
+class TestStreams:
+    @pytest.mark.parametrize(
+        "plain",
+        [_counts_first, _by_index, _peeks, _scales_last, _checks_after, _backwards, _counts_first_later],
+    )
+    def test_a_list_can_be_read_as_a_list(self, plain: Any) -> None:
+        net, load = Net(), weightlife.wrap_loader(plain)
+        for weights, want in ((A, "A"), (B, "B"), (C, "C"), (A, "A")):
+            _run(load(net, weights))
+            assert (serves(net), outcome(net)) == (want, "committed")
+        with pytest.raises((errors.MissingTensorError, AssertionError)):
+            _run(load(net, B[:-1]))
+        assert serves(net) == "A"
+
+    @pytest.mark.parametrize("kind", [list, tuple, set, iter])
+    @pytest.mark.parametrize("cls", [str, Path])
+    def test_paths(self, kind: Any, cls: Any, tmp_path: Path) -> None:
+        def several(model: nn.Module, paths: Any) -> None:
+            for path in paths:
+                by_path(model, path)
+
+        net, load = Net(), weightlife.wrap_loader(several)
+        for weights, want in ((A, "A"), (B, "B"), (C, "C")):
+            paths = [tmp_path / f"{want}{part}" for part in range(2)]
+            for part, path in enumerate(paths):
+                save_file(dict(weights[part::2]), path)
+            load(net, kind(map(cls, paths)))
+            assert (serves(net), outcome(net)) == (want, "committed")
+        with pytest.raises(errors.MissingTensorError):
+            load(net, kind(map(cls, paths[:1])))
+        assert serves(net) == "C"
+
+    @pytest.mark.parametrize("prefixes", [["a.", "b.", "n."], ["a", "b", "n"]])
+    def test_another_list_in_front_of_the_weights(self, prefixes: list[str]) -> None:
+        def some(model: nn.Module, prefixes: list[str], weights: Any) -> None:
+            copy_all(model, ((n, t) for n, t in weights if any(n.startswith(p) for p in prefixes)))
+
+        net, load = Net(), weightlife.wrap_loader(some)
+        for weights, want in ((A, "A"), (B, "B")):
+            load(net, prefixes, weights=weights)
+            assert (serves(net), outcome(net)) == (want, "committed")
+        with pytest.raises(errors.MissingTensorError) as caught:
+            load(net, prefixes, weights=A[:-1])
+        assert caught.value.tensors == (A[-1][0],)
+        assert weightlife.verify(net, B).ok
+
+
+class TestPulledElsewhere:
+    """A task or a thread of the loader's pulls ahead of it: what it gets is what there is, and is known by name."""
+
+    @staticmethod
+    async def _task(model: nn.Module, weights: Any) -> None:
+        queue: asyncio.Queue[Any] = asyncio.Queue(2)
+
+        async def produce() -> None:
+            if isinstance(weights, AsyncIterator):
+                async for pair in weights:
+                    await queue.put(pair)
+            else:
+                for pair in weights:
+                    await queue.put(pair)
+            await queue.put(None)
+
+        task = asyncio.ensure_future(produce())
+        while (pair := await queue.get()) is not None:
+            copy_all(model, [pair])
+        await task
+
+    @staticmethod
+    async def _thread(model: nn.Module, weights: Any) -> None:
+        source = iter(weights)
+        while (pair := await asyncio.to_thread(next, source, None)) is not None:
+            copy_all(model, [pair])
+
+    @pytest.mark.parametrize(
+        ("way", "given"),
+        [("_task", list), ("_task", iter), ("_task", "later"), ("_thread", list), ("_thread", iter)],
+    )
+    def test_all_of_it_is_loaded(self, way: str, given: Any) -> None:
+        async def later(weights: Pairs) -> AsyncIterator[tuple[str, torch.Tensor]]:
+            for pair in weights:
+                await asyncio.sleep(0)
+                yield pair
+
+        make = later if given == "later" else given
+        net, load = Net(), weightlife.wrap_loader(getattr(self, way))
+        for weights, want in ((A, "A"), (B, "B"), (C, "C")):
+            _run(load(net, make(weights)))
+            assert (serves(net), outcome(net)) == (want, "committed")
+            report = weightlife.last_report(net)
+            assert report is not None and report.tensors_received == len(weights)
+        with pytest.raises(errors.MissingTensorError):
+            _run(load(net, make(A[:-1])))
+        assert serves(net) == "C"
+
+
 # -- without a stream --------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,12 @@ class Wide(Layer):
             self.w13 = nn.Parameter(self.w13.data.transpose(1, 2).contiguous(), requires_grad=False)
         elif self.hook == "in place":
             self.w13.data.mul_(2)
+        elif self.hook == "resize":
+            old, self.w13 = self.w13.data, nn.Parameter(self.w13.data * 2, requires_grad=False)
+            old.untyped_storage().resize_(0)
+        elif self.hook == "align":
+            assert self.w13.data_ptr() % 64 == 0
+            self.w13 = nn.Parameter(self.w13.data * 2, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w13.sum() + x
@@ -119,6 +125,39 @@ def test_pieces_are_pages_of_their_file_and_no_file_is_written(
         (difference,) = weightlife.verify(served.model, b).differences
         assert (difference.what, difference.elements) == ("value", 1)
         bits.view(-1)[place] ^= 1
+
+
+@pytest.mark.parametrize("hook", ["resize", "align"])
+@pytest.mark.parametrize("files", [True, False])
+def test_a_hook_that_needs_memory_of_pytorchs_own(
+    hook: str, files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cold load gives it that, so what stands by pages of a file, or in one range, may not fail it."""
+    monkeypatch.setattr(Wide, "hook", hook)
+    served = _served()
+    folder = _written(served.weights, tmp_path / "a")
+    wrong = {name: value + 1 if "2-3" in name else value for name, value in served.weights.items()}
+    for weights, ok in ((served.weights, True), (wrong, False)):
+        if files:
+            _written(weights, folder := tmp_path / str(ok))
+        assert weightlife.verify(served.model, folder if files else list(weights.items())).ok is ok
+
+
+def test_a_hook_that_fails_in_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = _served()
+    folder = _written(served.weights, tmp_path / "a")
+    before = {name: value.clone() for name, value in served.model.state_dict().items()}
+
+    def process(self: Wide) -> None:
+        self.w13.data.zero_()
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(Wide, "process", process)
+    with pytest.raises(ValueError, match="no such shape"):
+        weightlife.verify(served.model, folder)
+    assert all(torch.equal(value, before[name]) for name, value in served.model.state_dict().items())
+    monkeypatch.undo()
+    assert weightlife.verify(served.model, folder).ok
 
 
 def test_a_loader_that_goes_astray_among_the_pieces(

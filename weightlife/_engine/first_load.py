@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, rules, slots, watching
+from weightlife._engine import footprint, ledger, rules, slots, streams, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.flow import Flow
@@ -134,7 +134,7 @@ class FirstLoad:
         started, before = time.perf_counter(), (self.tensors, self.nbytes)
         try:
             with LoadContext.first(skeleton.inference), sampled, receiver:
-                out = load(receiver.stream(weights, begin, end))
+                out = load(streams.as_given(weights, receiver.stream(weights, begin, end)))
             receiver.raise_lost()
             if not self._failed_name:
                 self.failed = ""

@@ -106,6 +106,7 @@ class _Proof:
     files: pages.Files = field(default_factory=pages.Files)
     place: Callable[[str], Place | None] = lambda name: None
     lend: bool = True  # memory of a source that can be read again may stand for a copy of it
+    own: bool = False  # all memory is PyTorch's own
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
@@ -125,6 +126,14 @@ class _Proof:
                 self._one(grouping.merged(groups), weights, lend=again and self.lend)
             except OddLoaderError:
                 self.lend = False
+                self._one(grouping.merged(groups), weights, lend=False)
+            except (errors.WeightlifeError, OSError):
+                raise
+            except Exception:
+                # A hook may need memory of PyTorch's own: it can be resized, and begins at a multiple of 64 bytes.
+                if self.own:
+                    raise
+                self.own, self.lend, self.arena = True, False, Arena(0)
                 self._one(grouping.merged(groups), weights, lend=False)
         except LinkedError as link:
             layer = link.layer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, operators, processing, seal, storage
+from weightlife._engine import completeness, fill, operators, processing, seal, storage, streams
 from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.host_copies import HostCopies
@@ -257,7 +257,7 @@ class WeightLoadSession:
                     items = receiver.stream(weights, intake.begin, intake.end, trust)
                     if trust is not None and receiver.copies is not None:
                         items = receiver.copies.by_rule(items, receiver)
-                    out = load(items)
+                    out = load(streams.as_given(weights, items))
                     receiver.raise_lost()
                 finally:
                     stopped = receiver.aside

@@ -32,6 +32,62 @@ _KEPT: tuple[Iterable[Any], ...] = ([], (), {}.items(), OrderedDict[str, torch.T
 _STILL = {type(iter(value)) for value in _KEPT}
 
 
+class Ahead(tuple[Any, ...]):
+    """An item that somebody pulled before, elsewhere: it came, and no write that follows belongs to it."""
+
+    __slots__ = ()
+
+
+class _Given:
+    """What a caller gave, whose first iteration is the observed one.
+
+    A loader may ask a list for its length, look an item up or go through it twice. What it reads in these ways belongs
+    to no name; its writes are seen all the same.
+    """
+
+    __slots__ = ("_stream", "_weights")
+
+    def __init__(self, weights: Any, stream: Iterator[Any]) -> None:
+        self._weights = weights
+        self._stream: Iterator[Any] | None = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        stream, self._stream = self._stream, None
+        return iter(self._weights) if stream is None else stream
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._weights[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._weights
+
+    def __reversed__(self) -> Iterator[Any]:
+        yield from reversed(self._weights)
+
+
+def as_given(weights: Any, stream: Any) -> Any:
+    """A stream over `weights` as the loader gets it: for what can be read more than once, with all else that it can."""
+    return stream if hasattr(weights, "__next__") else _Given(weights, stream)
+
+
+def _pair(item: Any) -> bool:
+    """Whether an item is a name and a tensor. A loader may be given paths, or names, and opens files by itself."""
+    return isinstance(item, _PAIRS) and len(item) > 1
+
+
 def items(
     receiver: Receiver, weights: Iterable[Item], begin: Begin, between: Callable[[], None], home: int
 ) -> Iterator[Item]:
@@ -47,7 +103,8 @@ def items(
             finally:
                 receiver.source_seconds += perf_counter() - began
             receiver.puller = 0
-            instead = begin(item[0], item[1], here == home)
+            named = _pair(item)
+            instead = begin(item[0], item[1], here == home and type(item) is not Ahead) if named else None
         except StopIteration:
             receiver.exhausted = True
             if here == home and receiver.after is not None:
@@ -62,8 +119,8 @@ def items(
         finally:
             receiver.puller = 0
         receiver.odd = False
-        yield item if instead is None else (item[0], instead)
-        if here == home:
+        yield item if instead is None else (item[0], instead, *item[2:])
+        if here == home and named:
             between()
 
 
@@ -159,17 +216,18 @@ def ruled(
         if here == home:
             receiver.stand()
         try:
-            if here == home:
+            named = _pair(item)
+            if here == home and named:
                 trust.observe(str(item[0]))
-            instead = begin(item[0], item[1], here == home)
+            instead = begin(item[0], item[1], here == home and type(item) is not Ahead) if named else None
         except BaseException as error:
             if here != home:
                 receiver.lost = error
             raise
         receiver.odd = False
-        yield item if instead is None else (item[0], instead)
-        if here == home:
+        yield item if instead is None else (item[0], instead, *item[2:])
+        if here == home and named:
             between()
 
 
-__all__ = ["items", "ruled"]
+__all__ = ["Ahead", "as_given", "items", "ruled"]
