@@ -45,7 +45,6 @@ def job(
     engine: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     want: dict[str, Any] | None = None,
-    answers: bool = True,
 ) -> dict[str, Any]:
     """The order for `_cold.run`.
 
@@ -55,7 +54,6 @@ def job(
         engine: arguments of `LLM` that matter for the answer (they go to the cold load too).
         environment: variables of the child and of the cold load.
         want: fingerprints of cold loads by "a" and "b", where they are not those that `oracle.cold` keeps.
-        answers: whether tokens and log-probabilities are compared, or tensors only.
     """
     return {
         "call": "_run:execute",
@@ -70,7 +68,6 @@ def job(
             "environment": environment or {},
             "serve_as": _serve_as(root / family) if (engine or {}).get("enforce_eager") is False else None,
             "want": want,
-            "answers": answers,
         },
         "environment": {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -96,7 +93,6 @@ def execute(
     environment: dict[str, str],
     serve_as: str | None = None,
     want: dict[str, Any] | None = None,
-    answers: bool = True,
 ) -> dict[str, Any]:
     """Run the order in this process; a list of verdicts, one a step, and facts about the engine."""
     began = time.monotonic()
@@ -124,14 +120,14 @@ def execute(
     _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})
     served = folders.a
     if start == "a":
-        _step(steps, "first_load", llm, cold[served], lambda: None, answers)
+        _step(steps, "first_load", llm, cold[served], lambda: None)
     for way in ways:
         from ways import WAYS
 
         target = folders.b if served == folders.a else folders.a
         before = served
         change = functools.partial(WAYS[way].run, llm, target, before)
-        _step(steps, way, llm, cold[target], change, answers)
+        _step(steps, way, llm, cold[target], change)
         served = target
     return {"steps": steps, "seconds": round(time.monotonic() - began, 2), "facts": _facts()}
 
@@ -147,10 +143,8 @@ def _engine(folder: Path, start: str, engine: dict[str, Any]) -> Any:
     return LLM(**oracle.engine_arguments(folder, **more))
 
 
-def answer(
-    folder: str, engine: dict[str, Any], serve_as: str | None = None, times: int = 1
-) -> dict[str, Any]:
-    """A cold load of `folder` by stock in this process: what it answers each time, and facts about the engine."""
+def answer(folder: str, engine: dict[str, Any], serve_as: str | None = None) -> dict[str, Any]:
+    """A cold load of `folder` by stock in this process: its fingerprint, and facts about the engine."""
     from weightlife.testing import _cold, oracle
 
     os.environ[oracle.POISON_VARIABLE] = "1"
@@ -158,7 +152,7 @@ def answer(
     place = Path(folder) if serve_as is None else _cold.point(Path(serve_as), Path(folder))
     llm = _engine(place, "a", engine)
     _cold.KEEP.append(llm)
-    return {"fingerprints": [oracle.fingerprint(llm) for _ in range(times)], "facts": _facts()}
+    return {"fingerprint": oracle.fingerprint(llm), "facts": _facts()}
 
 
 def leaving_nothing(call: str, **arguments: Any) -> dict[str, Any]:
@@ -182,14 +176,7 @@ def leaving_nothing(call: str, **arguments: Any) -> dict[str, Any]:
             child.join()
 
 
-def _step(
-    steps: list[dict[str, Any]],
-    name: str,
-    llm: Any,
-    want: dict[str, Any],
-    change: Any,
-    answers: bool = True,
-) -> None:
+def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any], change: Any) -> None:
     from weightlife.testing import oracle
 
     started = time.monotonic()
@@ -206,8 +193,7 @@ def _step(
         traceback.print_exc()
     changed = time.monotonic()
     try:
-        seen = oracle.differences(oracle.fingerprint(llm), want)
-        found += [d for d in seen if answers or not d.startswith("prompt ")]
+        found += oracle.differences(oracle.fingerprint(llm), want)
     except Exception as error:  # noqa: BLE001  as above
         found.append(f"the engine raised {type(error).__name__}: {str(error)[:400]}")
         traceback.print_exc()
