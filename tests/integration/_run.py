@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -42,6 +44,7 @@ def job(
     start: str = "a",
     engine: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    want: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The order for `_cold.run`.
 
@@ -50,6 +53,7 @@ def job(
         start: "a" to load checkpoint A first, "dummy" for `load_format="dummy"`.
         engine: arguments of `LLM` that matter for the answer (they go to the cold load too).
         environment: variables of the child and of the cold load.
+        want: fingerprints of cold loads by "a" and "b", where they are not those that `oracle.cold` keeps.
     """
     return {
         "call": "_run:execute",
@@ -63,6 +67,7 @@ def job(
             "engine": engine or {},
             "environment": environment or {},
             "serve_as": _serve_as(root / family) if (engine or {}).get("enforce_eager") is False else None,
+            "want": want,
         },
         "environment": {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -87,6 +92,7 @@ def execute(
     engine: dict[str, Any],
     environment: dict[str, str],
     serve_as: str | None = None,
+    want: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run the order in this process; a list of verdicts, one a step, and facts about the engine."""
     began = time.monotonic()
@@ -94,8 +100,11 @@ def execute(
 
     folders = checkpoints.pair(family, Path(root))
     link = None if serve_as is None else Path(serve_as)
-    want = {
-        folder: oracle.cold(folder, environment=environment, serve_as=link, **engine) for folder in folders
+    cold = {
+        folder: oracle.cold(folder, environment=environment, serve_as=link, **engine)
+        if want is None
+        else want[folder.name]
+        for folder in folders
     }
     os.environ[oracle.POISON_VARIABLE] = "1"
     oracle.poison()
@@ -111,13 +120,14 @@ def execute(
     _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})
     served = folders.a
     if start == "a":
-        _step(steps, "first_load", llm, want[served], lambda: None)
+        _step(steps, "first_load", llm, cold[served], lambda: None)
     for way in ways:
         from ways import WAYS
 
         target = folders.b if served == folders.a else folders.a
         before = served
-        _step(steps, way, llm, want[target], lambda w=way, t=target, b=before: WAYS[w].run(llm, t, b))
+        change = functools.partial(WAYS[way].run, llm, target, before)
+        _step(steps, way, llm, cold[target], change)
         served = target
     return {"steps": steps, "seconds": round(time.monotonic() - began, 2), "facts": _facts()}
 
@@ -131,6 +141,39 @@ def _engine(folder: Path, start: str, engine: dict[str, Any]) -> Any:
     if start == "dummy":
         more["load_format"] = "dummy"
     return LLM(**oracle.engine_arguments(folder, **more))
+
+
+def answer(folder: str, engine: dict[str, Any], serve_as: str | None = None) -> dict[str, Any]:
+    """A cold load of `folder` by stock in this process: its fingerprint, and facts about the engine."""
+    from weightlife.testing import _cold, oracle
+
+    os.environ[oracle.POISON_VARIABLE] = "1"
+    oracle.poison()
+    place = Path(folder) if serve_as is None else _cold.point(Path(serve_as), Path(folder))
+    llm = _engine(place, "a", engine)
+    _cold.KEEP.append(llm)
+    return {"fingerprint": oracle.fingerprint(llm), "facts": _facts()}
+
+
+def leaving_nothing(call: str, **arguments: Any) -> dict[str, Any]:
+    """Do a job of this module in a fork, whose engine's processes are forks too, and end them with it.
+
+    vLLM spawns them on a CPU: six seconds of imports each, which the fork has behind it. A fork ends without the
+    farewell that would end them.
+    """
+    import torch._dynamo.config
+    from vllm import envs
+
+    envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
+    # Set by the server of eager jobs.
+    torch._dynamo.config.disable = arguments["engine"].get("enforce_eager", True)
+    try:
+        done: dict[str, Any] = globals()[call](**arguments)
+        return done
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
 
 
 def _step(steps: list[dict[str, Any]], name: str, llm: Any, want: dict[str, Any], change: Any) -> None:
@@ -210,6 +253,8 @@ def prepare(order: dict[str, Any]) -> None:
     from weightlife.testing import checkpoints, oracle
 
     given = order["arguments"]
+    if given.get("want") is not None:
+        return
     for folder in checkpoints.pair(given["family"], Path(given["root"])):
         link = None if given["serve_as"] is None else Path(given["serve_as"])
         oracle.cold(folder, environment=given["environment"], serve_as=link, **given["engine"])

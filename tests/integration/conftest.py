@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Modules whose tests are independent of each other, and those where one engine answers for all tests of a parameter.
-_APART = frozenset({"test_reload_matrix", "test_fuzz", "test_first_load"})
+_APART = frozenset({"test_reload_matrix", "test_modes", "test_fuzz", "test_first_load"})
 _BY_ENGINE = {"test_clients": "engine", "test_field_tables": "job", "test_manifest": "family"}
 
 
