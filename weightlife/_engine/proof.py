@@ -129,7 +129,7 @@ class _Proof:
                 self._one(grouping.merged(groups), weights, lend=False)
             except (errors.WeightlifeError, OSError):
                 raise
-            except Exception:
+            except RuntimeError:  # what PyTorch and its kernels raise
                 # A hook may need memory of PyTorch's own: it can be resized, and begins at a multiple of 64 bytes.
                 if self.own:
                     raise
