@@ -68,6 +68,7 @@ def main(a: Path, b: Path, storage: str, isolation: str) -> dict[str, Any]:
             "changes": [[c["kind"], c["path"], c["detail"]] for c in report.contract_changes if c["kind"] != "opaque"],
             "graph": [p for p in graph.problems() if "no path" not in p], "moved": moved,
             "share": round(life.addresses.seconds / report.seconds, 4), "ms": round(life.addresses.seconds * 1e3, 2),
+            "derived": round(life.addresses.derived_seconds / report.seconds, 4),
         })  # fmt: skip
     found["native"] = len(native)
     return found

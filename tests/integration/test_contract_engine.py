@@ -41,8 +41,9 @@ def test_clean_updates_find_nothing(found: dict[str, Any]) -> None:
 
 
 def test_looking_is_cheap(found: dict[str, Any]) -> None:
-    """Below 5 % of even a tiny reload, but for one disturbed round."""
-    assert sorted(r["share"] for r in found["rounds"])[0] < 0.05
+    """Below 5 % of even a tiny reload for addresses, 2 % for the age of what is derived, but for disturbed rounds."""
+    assert min(r["share"] for r in found["rounds"]) < 0.05
+    assert 0 < min(r["derived"] for r in found["rounds"]) < 0.02
 
 
 def test_a_runner_without_graphs_seals_nothing(found: dict[str, Any]) -> None:

@@ -87,7 +87,8 @@ class Seal:
         self.captured = ""  # what captured addresses, where something did
         self._paths: dict[str, tuple[str, Any, slots.Key]] = {}
         self.places = Places(life)
-        self.seconds = 0.0  # of the last session, all looks together
+        self.seconds = 0.0  # of the last session, all looks at addresses together
+        self.derived_seconds = 0.0  # of the last session, for the age of what processing derives
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
         self._mirrors: list[int] = []
         self._now: list[Any] = []  # what stood at each step after the hooks, between two looks of a finish
@@ -210,7 +211,7 @@ class Seal:
     def begin(self, session: WeightLoadSession) -> None:
         """An update is prepared: what it is held to. A's storages live as long as it is open."""
         started = time.perf_counter()
-        self.seconds, self._lost = 0.0, []
+        self.seconds, self.derived_seconds, self._lost = 0.0, 0.0, []
         first = self.walk is None
         self._ask(session)
         self.due()
@@ -309,7 +310,7 @@ class Seal:
         try:
             session.life.derived.check(session, self._now)
         finally:
-            self.seconds += time.perf_counter() - started
+            self.derived_seconds += time.perf_counter() - started
 
     def hold(self, session: WeightLoadSession, settler: storage.Settler) -> None:
         """Hold what a commit will leave against the contract, and add to the settlement what puts it right."""
