@@ -143,8 +143,13 @@ def _engine(folder: Path, start: str, engine: dict[str, Any]) -> Any:
     return LLM(**oracle.engine_arguments(folder, **more))
 
 
-def answer(folder: str, engine: dict[str, Any], serve_as: str | None = None) -> dict[str, Any]:
-    """A cold load of `folder` by stock in this process: its fingerprint, and facts about the engine."""
+def answer(
+    folder: str, engine: dict[str, Any], serve_as: str | None = None, times: int = 1
+) -> dict[str, Any]:
+    """A cold load of `folder` by stock in this process: its fingerprint, and facts about the engine.
+
+    `times`: how often it is asked; `differences` says how later answers differ from the first.
+    """
     from weightlife.testing import _cold, oracle
 
     os.environ[oracle.POISON_VARIABLE] = "1"
@@ -152,7 +157,9 @@ def answer(folder: str, engine: dict[str, Any], serve_as: str | None = None) -> 
     place = Path(folder) if serve_as is None else _cold.point(Path(serve_as), Path(folder))
     llm = _engine(place, "a", engine)
     _cold.KEEP.append(llm)
-    return {"fingerprint": oracle.fingerprint(llm), "facts": _facts()}
+    first = oracle.fingerprint(llm)
+    again = [line for _ in range(times - 1) for line in oracle.differences(oracle.fingerprint(llm), first)]
+    return {"fingerprint": first, "facts": _facts(), "differences": again}
 
 
 def leaving_nothing(call: str, **arguments: Any) -> dict[str, Any]:

@@ -37,6 +37,14 @@ COMPILED: Final[Mapping[str, Any]] = {"enforce_eager": False}
 # answers of DeepSeek's attention and of LFM2 differ (stock's too: 2 answers of 10 loads each, 1 of 6 with this).
 ALONE: Final[Mapping[str, Any]] = {"max_num_seqs": 1}
 
+ALIKE: Final[Mapping[str, Mapping[str, Any]]] = {"gpt_neox": {"block_size": 128}}
+"""What stock vLLM 0.32 needs so that an engine which no update has touched gives one answer to one question.
+
+Its inputs being equal to the bit, GPT-NeoX's attention gives another answer to 17 tokens when it is asked a second time,
+in float32 too, with blocks of 32 tokens: whatever else the blocks hold, and in five of five engines by themselves. With
+blocks of 128 it does not. (That it differs is no test: which blocks a request gets depends on when it comes.)
+"""
+
 NOT_ON_TWO_RANKS: Final[Mapping[str, str]] = {
     "persimmon": "shape '[-1, 128]' is invalid for input of size",  # norms each head by the shape of all heads
 }
@@ -50,9 +58,8 @@ def _settings(family: str, mode: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", ALL)
 def test_in_another_process(family: str, checkpoint_root: Path) -> None:
-    order = _run.job(
-        family, ways_of(family), checkpoint_root, weightlife=_settings(family, 0), engine=dict(ALONE)
-    )
+    engine = {**ALONE, **ALIKE.get(family, {})}
+    order = _run.job(family, ways_of(family), checkpoint_root, weightlife=_settings(family, 0), engine=engine)
     order["environment"] |= _run.SEPARATE  # the child's, not the cold load's
     _require_every_way(family, _run.run(_leaving_nothing(order), fresh=False, timeout=TIMEOUT))
 
@@ -72,6 +79,12 @@ def test_on_two_ranks(family: str, checkpoint_root: Path) -> None:
 def test_stock_does_not_start_on_two_ranks(family: str, words: str, checkpoint_root: Path) -> None:
     with pytest.raises(_cold.JobError, match=re.escape(words)):
         _answer(checkpoints.pair(family, checkpoint_root).a, TWO, RANKS)
+
+
+@pytest.mark.parametrize("family", ALIKE)
+def test_stock_answers_alike_with_these_settings(family: str, checkpoint_root: Path) -> None:
+    folder = checkpoints.pair(family, checkpoint_root).a
+    assert not _answer(folder, {**ALONE, **ALIKE[family]}, _run.SEPARATE, times=3)["differences"]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -105,12 +118,13 @@ def _answer(
     environment: Mapping[str, str],
     *,
     serve_as: str | None = None,
+    times: int = 1,
 ) -> dict[str, Any]:
     """What a cold load by stock answers, in a process of its own (see `_run.answer`)."""
     order = {
         "call": "_run:answer",
         "path": [str(_run.HERE)],
-        "arguments": {"folder": str(folder), "engine": dict(engine), "serve_as": serve_as},
+        "arguments": {"folder": str(folder), "engine": dict(engine), "serve_as": serve_as, "times": times},
         "environment": {**environment, "WEIGHTLIFE": "0"},
     }
     done: dict[str, Any] = _cold.run(_leaving_nothing(order), timeout=TIMEOUT)
