@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -150,6 +152,35 @@ class TestUndone:
             served.run(Pass.REAL)
         served.update(served.checkpoint(2))
         assert torch.equal(served.run(), served.expected())
+
+    @pytest.mark.parametrize("after", [2, 5, 9])
+    def test_a_failure_without_undo_is_healed_whatever_layers_held(self, after: int) -> None:
+        served = Served(EVERYTHING, **LEAN, undo_budget_bytes=0)
+        faults.arm("hook", after)
+        with pytest.raises(Boom):
+            served.update(served.checkpoint(1))
+        faults.clear()
+        with pytest.raises(errors.PoisonedModelError):
+            served.run(Pass.REAL)
+        for seed in (2, 3):
+            served.update(served.checkpoint(seed))
+            assert torch.equal(served.run(), served.expected())
+
+    @pytest.mark.parametrize("budget", [None, 0])
+    def test_what_a_layer_held_is_kept_for_undo_alone(self, budget: int | None) -> None:
+        served = Served(("packed", "native", "packed"), **LEAN, undo_budget_bytes=budget)
+        old = weakref.ref(served.model.get_submodule("body.inner.1").handle)
+        weights = served.checkpoint(1)
+        rest = {n: weights.pop(n) for n in list(weights) if ".2." in n}
+        served.open()
+        served.send(weights)
+        gc.collect()
+        assert (old() is None) == (budget == 0)
+        served.send(rest)
+        served.finish()
+        served.weights = {**weights, **rest}
+        assert torch.equal(served.run(), served.expected())
+        assert old() is None
 
     def test_a_failure_before_the_first_commit_poisons_nothing(self) -> None:
         served = Served(("packed", "scaled"), **LEAN, undo_budget_bytes=0)

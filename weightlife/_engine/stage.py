@@ -442,6 +442,20 @@ class Stage:
                 target.update({key: self.before[ident][key] for key in unmade})
                 slots.write(holder.obj, target, unmade)
 
+    def let_go(self, modules: set[int], holders: dict[int, slots.Holder]) -> None:
+        """What some layers hold now is A from here on: nothing can undo them, and what they held before may be freed.
+
+        Args:
+            modules: ids of the layers.
+            holders: what a walk of them found now.
+        """
+        gone = [i for i, h in self.holders.items() if h.owners and h.owners <= modules]
+        for ident in gone:
+            del self.holders[ident], self.before[ident]
+        for ident, holder in holders.items():
+            if ident not in self.holders:
+                self.holders[ident], self.before[ident] = holder, slots.read(holder.obj)
+
     def revert(self) -> None:
         """A exactly, B dropped. In place, written storages get their old bytes back."""
         self.show_a()
