@@ -37,15 +37,31 @@ def declare(target: Any, path: str | Callable[[Any], Any]) -> list[list[str]]:
         SessionStateError: an update is open, or the model has not had its first load.
         HandshakeError: a worker runs without weightlife.
     """
-    from weightlife.hosts.vllm import remote
-
     model = find_here(target)
     if model is None:
         finder = callable(path)
-        return remote.ask(
-            target, "declare", {"text": _importable(path) if finder else path, "finder": finder}
-        )
+        return _declare_everywhere(target, {"text": _importable(path) if finder else path, "finder": finder})
     return [local_declare(model, path)]
+
+
+def _declare_everywhere(target: Any, payload: dict[str, Any]) -> list[list[str]]:
+    """Every worker declares, or none does.
+
+    Raises:
+        ConfigError, SessionStateError: some rank could not, in the words of the first.
+    """
+    from weightlife.hosts.vllm import remote
+
+    answers = remote.ask(target, "declare", payload)
+    failed = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+    if not failed:
+        return [answer["paths"] for answer in answers]
+    remote.ask(target, "withdraw", {**payload, "new": [answer.get("new", False) for answer in answers]})
+    known = errors.from_message(next(iter(failed.values())))
+    assert known is not None
+    if len(answers) > 1:
+        known.message += f"; so said ranks {list(failed)} of {len(answers)}, and none declares it"
+    raise known
 
 
 def seal(target: Any, by: str = "captured by the caller") -> list[int]:
@@ -92,6 +108,23 @@ def _ready(model: Any, what: str) -> Lifecycle:
     return life
 
 
+def answer_declare(model: Any, text: str, finder: bool) -> dict[str, Any]:
+    """What a worker answers: paths and whether they were not declared before, or why not. Raising would tell one rank."""
+    try:
+        life = _ready(model, "declare")
+        new = not life.addresses.has(_named(text) if finder else text)
+        return {"paths": local_declare(model, text, finder), "new": new}
+    except errors.WeightlifeError as error:
+        return {"error": str(error)}
+
+
+def local_withdraw(model: Any, text: str, finder: bool) -> None:
+    """Take a declaration back that another rank could not make."""
+    life = _ready(model, "declare")
+    with life.owned("declare"):
+        life.addresses.withdraw(_named(text) if finder else text)
+
+
 def local_declare(model: Any, path: str | Callable[[Any], Any], finder: bool = False) -> list[str]:
     """`declare` of a model in this process. `finder`: the path is that of a finder."""
     life = _ready(model, "declare")
@@ -105,10 +138,16 @@ def _importable(finder: Any) -> str:
     """The name by which workers find a function."""
     module, name = getattr(finder, "__module__", ""), getattr(finder, "__qualname__", "")
     text = f"{module}:{name}"
-    if module == "__main__" or not name or _look(module, name) is not finder:
+    why = ""
+    if module == "__main__":
+        why = "it is of the program that was started, which is another one there"
+    elif not name or _look(module, name) is not finder:
+        why = "it has no name in its module (a lambda, a method, an inner function)"
+    if why:
         raise errors.ConfigError(
-            f"workers in other processes can't be given {_finders.label(finder)}",
-            hint="give a function of a module that the workers have imported, or register it where they import it",
+            f"workers in other processes can't be given {_finders.label(finder)}: {why}",
+            hint="give a function of a module that the workers import too (worker_extension_cls, a plugin),"
+            " or call register_finder there",
         )  # fmt: skip
     return text
 
@@ -126,7 +165,7 @@ def _named(text: str) -> Any:
     if not callable(found):
         raise errors.ConfigError(
             f"there is no finder {errors.clean(text)!r} in this worker",
-            hint="import its module there: by a worker extension or a plugin",
+            hint="import its module there, by worker_extension_cls or a plugin, before you declare",
         )
     return found
 

@@ -173,6 +173,10 @@ class SessionHandle:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not self.given_up and not self._session.voted:
+            # Other ranks are on their way to the vote: without this one they would wait for it, and every later vote
+            # of theirs would meet an earlier one of this rank.
+            self._life.vote(False, self._session)
         if self._life.session is self._session:
             if error is not None:
                 self.abort(error)

@@ -105,7 +105,8 @@ def _loader(life: Lifecycle, model: Any, loader: Any) -> Callable[[Any], Any]:
     from weightlife.hosts.vllm import seams
 
     own = getattr(model, "load_weights", None)
-    found = life.loader or seams.loader_of(model) or (own if callable(own) else None)
+    # A cold load of the host's model is the host's loader's, whoever else brought weights since.
+    found = seams.loader_of(model) or life.loader or (own if callable(own) else None)
     if found is None:
         raise errors.ConfigError(
             "nothing is known that loads this model",

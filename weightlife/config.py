@@ -112,7 +112,8 @@ class Settings:
         metadata=_choice(
             Check,
             "Tensors with another number of elements than in the last complete load (loaders that narrow would cut "
-            "them in silence), and copies that would repeat a tensor to fill a weight.",
+            "them in silence), copies that would repeat a tensor to fill a weight, and loaders that take another part of a "
+            "tensor.",
         ),
     )
     casts: Check = field(

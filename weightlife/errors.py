@@ -29,6 +29,7 @@
     |   +-- NonFiniteError       WL209
     |   +-- DigestMismatchError  WL210
     |   +-- LoaderChangedError   WL211
+    |   +-- WrongPartError       WL212
     |   +-- SourceError          WL220
     |       +-- TruncatedSourceError WL221
     |       +-- SourceIndexError WL222
@@ -114,6 +115,7 @@ __all__ = [
     "UnexpectedTensorError",
     "UnprocessedLayerError",
     "WeightlifeError",
+    "WrongPartError",
     "clean",
     "from_message",
     "names",
@@ -370,6 +372,13 @@ class LoaderChangedError(CompletenessError):
 
     code = "WL211"
     default_hint = "send a complete update: all of it will be observed; watch_writes='all' if the loader does so by itself"
+
+
+class WrongPartError(CompletenessError):
+    """A loader takes another part of a tensor than the last complete load did: of another rank, or dimension."""
+
+    code = "WL212"
+    default_hint = "look for a loader that cuts by the wrong rank, dimension or order, then send again; shapes='warn' lets it pass"
 
 
 class SourceError(CompletenessError):

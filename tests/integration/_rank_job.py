@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.integration._rank_client import HANDLES, ClientExtension, find, find_nothing
 
-class RankExtension:
+
+class RankExtension(ClientExtension):
     """Worker methods of a client whose ranks may disagree."""
 
     def ranks_update(self, folder: str, odd_rank: int, drop: str, by: str, spoil: str = "") -> str:
@@ -113,6 +115,10 @@ def main(a: str, b: str) -> dict[str, Any]:
 
     before = answers()
     found: dict[str, Any] = {"sdk": llm.collective_rpc("ranks_sdk"), "telemetry": weightlife.status(llm)}
+    found["client"] = client(llm, Path(b), answers)
+    llm.collective_rpc("client_reload", args=(a, "rightly"))
+    found["declared"] = declared(llm, a, b)
+    llm.collective_rpc("ranks_update", args=(a, -1, "", "iterator"))
     last = "model.norm.weight"
     for name, (by, drop) in {
         "missing on one rank, by iterator": ("iterator", last),
@@ -151,6 +157,55 @@ def main(a: str, b: str) -> dict[str, Any]:
     found["in step"]["answers"].append(llm.collective_rpc("ranks_echo", args=(7,)))
     found["in step"]["a_serves"] = answers() == before
     return found
+
+
+def client(llm: Any, b: Path, answers: Any) -> dict[str, Any]:
+    """A reload loader of a client's own that cuts a weight wrongly on two ranks, from the first update on."""
+    import weightlife
+
+    out: dict[str, Any] = {}
+    before, held = answers(), weightlife.digest(llm)
+    for how in (
+        "the whole tensor", "the first shard", "the first shard, computed", "another dimension",
+        "another dimension, computed",
+    ):  # fmt: skip
+        out[how] = {
+            "heard": llm.collective_rpc("client_reload", args=(str(b), how)),
+            "a_serves": answers() == before and weightlife.digest(llm) == held,
+            "differs": [d.path for d in weightlife.verify(llm, b).differences]
+            if how.endswith("n, computed")
+            else None,
+        }
+    heard = llm.collective_rpc("client_reload", args=(str(b), "rightly"))
+    out["rightly"] = {"heard": heard, "differs": [d.path for d in weightlife.verify(llm, b).differences]}
+    return out
+
+
+def declared(llm: Any, a: str, b: str) -> dict[str, Any]:
+    """Storage in the workers, declared from here: by a path, by a finder; then a library that replaces it."""
+    import weightlife
+
+    module = "tests.integration._rank_client"
+    refused = []
+    for wrong in (
+        lambda model: [], main, find_nothing, f"{module}:ABSENT", HANDLES.get,
+    ):  # fmt: skip
+        try:
+            refused.append(str(weightlife.declare(llm, wrong)))
+        except weightlife.errors.ConfigError as error:
+            refused.append(str(error))
+    out: dict[str, Any] = {"refused": refused, "left": llm.collective_rpc("client_declared")}
+    out["paths"] = [weightlife.declare(llm, f"{module}:WORKSPACE['table']"), weightlife.declare(llm, find)]
+    out["again"] = weightlife.declare(llm, find)
+    out["on workers"] = llm.collective_rpc("client_declared")
+    out["in digests"] = [
+        sorted(name for name in table["tensors"] if name.startswith("tests."))
+        for table in weightlife.digest(llm)
+    ]
+    out["replaced"] = llm.collective_rpc("client_replace", args=(b, [8]))
+    out["sealed"] = weightlife.seal(llm, "a graph of a test")
+    out["other size"] = llm.collective_rpc("client_replace", args=(a, [9]))
+    return out
 
 
 def ids(llm: Any) -> list[tuple[str, str, str]]:

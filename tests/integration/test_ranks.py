@@ -73,11 +73,93 @@ def test_one_value_on_one_rank_is_named(found: dict[str, Any], by: str) -> None:
 def test_a_rank_that_takes_another_ones_shard(found: dict[str, Any]) -> None:
     """Names, shapes and dtypes agree; both ranks load the first half of the vocabulary."""
     seen = found["one shard on both ranks"]
-    for heard in seen["heard"]:
-        problem = errors.from_message(heard)
-        assert isinstance(problem, errors.RankMismatchError), heard
-        assert problem.tensors == ("model.embed_tokens.weight",)
+    problems = [errors.from_message(heard) for heard in seen["heard"]]
+    assert [type(problem) for problem in problems] == [errors.RankMismatchError, errors.WrongPartError]
+    assert [problem and problem.tensors for problem in problems] == [("model.embed_tokens.weight",)] * 2
     assert seen["a_serves"]
+
+
+TARGET = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    [
+        ("the whole tensor", [errors.ShapeMismatchError, errors.ShapeMismatchError]),
+        ("the first shard", [errors.RankMismatchError, errors.WrongPartError]),
+        ("the first shard, computed", [errors.RankMismatchError, errors.RankMismatchError]),
+        ("another dimension", [errors.WrongPartError, errors.WrongPartError]),
+    ],
+)
+def test_a_clients_loader_that_cuts_wrongly(found: dict[str, Any], how: str, kinds: list[type]) -> None:
+    """A reload loader of a client's own (F75), wrong in the first update already: refused on both ranks, by name."""
+    seen = found["client"][how]
+    problems = [errors.from_message(heard) for heard in seen["heard"]]
+    assert [type(problem) for problem in problems] == kinds
+    for rank, problem in enumerate(problems):
+        assert problem is not None
+        assert problem.tensors == (TARGET,)
+        said = {
+            errors.RankMismatchError: "ranks [1] failed"
+            if how == "the first shard"
+            else "equal on ranks [0, 1]"
+        }.get(type(problem), f"on rank {rank} of 2")
+        assert said in problem.message
+    assert seen["a_serves"]
+
+
+def test_what_a_clients_loader_computes_is_found_by_verify(found: dict[str, Any]) -> None:
+    """Another dimension of a computed tensor: it commits, and differs from a cold load on both ranks, there only."""
+    seen = found["client"]["another dimension, computed"]
+    assert seen["heard"] == ["", ""]
+    assert len(seen["differs"]) == 2
+    assert all(path.startswith(TARGET.removesuffix(".weight")) for path in seen["differs"])
+    assert found["client"]["rightly"] == {"heard": ["", ""], "differs": []}
+
+
+FIND, TABLE = "tests.integration._rank_client.find:scale", "tests.integration._rank_client:WORKSPACE['table']"
+
+
+def test_storage_is_declared_in_the_workers(found: dict[str, Any]) -> None:
+    """By a path and by a finder, from the process of the engine's client."""
+    seen = found["declared"]
+    assert seen["paths"] == [[[TABLE]] * 2, [[FIND]] * 2]
+    assert seen["again"] == [[FIND]] * 2
+    assert seen["on workers"] == [[FIND, TABLE]] * 2
+    assert seen["in digests"] == [[FIND, TABLE]] * 2
+
+
+def test_a_finder_that_some_worker_can_not_have_is_declared_on_none(found: dict[str, Any]) -> None:
+    """A lambda, functions of the client's own program, a finder that raises on one rank, a path to nothing."""
+    seen = found["declared"]
+    for text, words in zip(
+        seen["refused"],
+        [
+            "which is another one there",
+            "which is another one there",
+            "ranks [1] of 2",
+            "ranks [0, 1] of 2",
+            "no name",
+        ],
+        strict=True,
+    ):
+        problem = errors.from_message(text)
+        assert isinstance(problem, errors.ConfigError)
+        assert words in problem.message
+        assert problem.hint
+    assert seen["left"] == [[], []]
+
+
+def test_declared_storage_that_is_replaced_in_a_worker(found: dict[str, Any]) -> None:
+    """Of the same size: the values go where graphs read. Of another, with addresses captured: refused, by its path."""
+    for seen in found["declared"]["replaced"]:
+        assert (seen["heard"], seen["stayed"], seen["values"]) == ("", [True, True], [2.0, 3.0])
+    assert all(count > 0 for count in found["declared"]["sealed"])
+    for seen in found["declared"]["other size"]:
+        problem = errors.from_message(seen["heard"])
+        assert isinstance(problem, errors.StorageMovedError), seen
+        assert problem.layer == TABLE
+        assert seen["stayed"] == [True, True]
 
 
 def test_ranks_that_agree_commit(found: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ GOLDEN = {
     "WL209": "NonFiniteError",
     "WL210": "DigestMismatchError",
     "WL211": "LoaderChangedError",
+    "WL212": "WrongPartError",
     "WL220": "SourceError",
     "WL221": "TruncatedSourceError",
     "WL222": "SourceIndexError",

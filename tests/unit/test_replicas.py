@@ -6,12 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import weightlife
 from tests.toyhost import (
     WIDTH,
     Layer,
@@ -48,12 +50,14 @@ class Shard(Layer):
         super().__init__()
         self.rank = rank
         self.weight = parameter(WIDTH, WIDTH, loader=self.cut)
+        self.computes = False  # cuts a copy of what came
 
     def sources(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (2 * WIDTH, WIDTH)}
 
     def cut(self, param: torch.Tensor, tensor: torch.Tensor) -> None:
-        param.data.copy_(tensor.narrow(0, self.rank * WIDTH, WIDTH))
+        given = tensor * 1.0 if self.computes else tensor
+        param.data.copy_(given.narrow(0, self.rank * WIDTH, WIDTH))
 
     def process(self) -> None:
         self.weight = nn.Parameter(self.weight.data.t().contiguous(), requires_grad=False)
@@ -151,6 +155,13 @@ class Ranks:
         return all(torch.equal(served.run(), served.expected()) for served in self.served)
 
 
+def by_handle(served: Served, weights: Weights) -> None:
+    """An update as a user writes it. A rank that fails inside of it tells the others, which wait for its vote."""
+    with weightlife.session(served.model, partial="forbid"):
+        served.send(weights)
+    served.weights = {**served.weights, **weights}
+
+
 def changed(weights: Weights, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
     return {**weights, name: change(weights[name].clone())}
 
@@ -213,17 +224,38 @@ def test_without_undo_it_poisons_and_a_good_update_heals() -> None:
 def test_shards_that_are_cut_in_one_place(settings: dict[str, Any]) -> None:
     """A rank that gets lost between updates: the loader is the same code, and names, shapes and dtypes agree."""
     ranks = Ranks(**settings)
-    assert ranks.update(ranks.checkpoint(1)) == [None, None]
+    for served in ranks.served:
+        served.update = partial(by_handle, served)  # type: ignore[method-assign]
     shard: Any = ranks.served[1].model.shard
     shard.rank = 0
-    for error in ranks.update(ranks.checkpoint(2)):
-        assert isinstance(error, errors.RankMismatchError)
-        assert error.tensors == ("shard.weight",)
-        assert "another shard on each rank" in error.message
+    heard = ranks.update(ranks.checkpoint(1))
+    assert [type(error) for error in heard] == [errors.RankMismatchError, errors.WrongPartError]
+    assert [error and error.tensors for error in heard] == [("shard.weight",)] * 2
+    assert "ranks [1] failed at 'shard.weight'" in str(heard[0])
+    assert "on rank 1 of 2" in str(heard[1])
     assert ranks.exact()
     shard.rank = 1
     assert ranks.update(ranks.checkpoint(2)) == [None, None]
     assert ranks.exact()
+
+
+@pytest.mark.parametrize("settings", [{}, LEAN])
+def test_shards_of_a_computed_tensor_that_are_cut_in_one_place(settings: dict[str, Any]) -> None:
+    """What a loader computes can't be followed to its tensor: shards that differed in the first load are equal now."""
+    ranks = Ranks(**settings)
+    shard: Any = ranks.served[1].model.shard
+    for served in ranks.served:
+        served.model.shard.computes = True
+    for seed, lost in ((1, True), (2, False), (3, True)):
+        shard.rank = 0 if lost else 1
+        for error in ranks.update(ranks.checkpoint(seed)):
+            assert (error is not None) is lost
+            if error is not None:
+                assert isinstance(error, errors.RankMismatchError)
+                assert error.tensors == ("shard.weight",)
+                assert "another shard on each rank" in error.message
+        shard.rank = 1
+        assert ranks.exact()
 
 
 def test_what_is_meant_to_differ_or_to_agree_is_no_finding() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import footprint, ledger, rules, slots, streams, watching
+from weightlife._engine import cuts, footprint, ledger, rules, slots, streams, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.flow import Flow
@@ -62,6 +62,9 @@ class FirstLoad:
         self._wrapped = False  # tensors of a class with a dispatch of its own are about
         self._kind: rules.Kind | None = None
         self._tensor: Any = None
+        self._cuts: list[cuts.Cut | None] = []  # what the writes of the present name take of it
+        self._twice: set[str] = set()
+        self._shared: dict[tuple[cuts.Cut | None, ...], tuple[cuts.Cut | None, ...]] = {}
         self.tensors = 0
         self.nbytes = 0
         rank, world = life.host.rank()
@@ -199,8 +202,10 @@ class FirstLoad:
         entry = Received(like[0], like[1], like[2], like)
         if name in self.received:
             self.learner.again(self.received[name])
+            self._twice.add(name)  # the two may be two parts
         self._name, self.received[name] = name, entry
         self._kind, self._tensor = kind, tensor
+        self._cuts = []
         if name == self._failed_name:
             self._failed_name = ""
         self.current = entry if followed else None
@@ -212,6 +217,9 @@ class FirstLoad:
     def _end(self, plain: bool) -> None:
         if self.current is not None:
             self._unplaced = self._unplaced or not self.current.writes
+            if self._name not in self._twice:
+                taken = tuple(self._cuts)
+                self.current.cuts = self._shared.setdefault(taken, taken)
             if self._kind is not None:
                 self.learner.end(self.current, self._kind, self._tensor, plain)
         self.current = self._tensor = None
@@ -260,6 +268,8 @@ class FirstLoad:
         self._last_write[number] = self._item
         if self.current is not None:
             self.current.wrote(number, part)
+            same = view.dtype.itemsize == track.dtype.itemsize
+            self._cuts.append(cuts.cut_of(func, args, view, self._tensor) if same else None)
         if isinstance(given, torch.Tensor):
             if (copies or signature_of(func).name in COPY_OPERATORS) and given.shape != view.shape:
                 if spreads(view, given):
@@ -347,6 +357,10 @@ class FirstLoad:
                 book = ledger.StorageLedger(skeleton.storages[number].numel, written)
                 if not book.covered():
                     skeleton.keep_unwritten(number, book.mask())
+        if not provisional and self.learner.ranks > 1 and life.settings.rank_values != "off":
+            from weightlife._engine import replicas
+
+            life.replicas.first = replicas.shards(skeleton, self.received, self.expected)
         life.context = LoadContext.current()
         loaded = footprint.by_loader(skeleton)
         table = skeleton.table()

@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from weightlife import _casts, errors
 from weightlife._engine import announce, ledger
+from weightlife._engine.cuts import Cut, cut_of, strays
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
 from weightlife._engine.rules import copies_own
@@ -48,6 +51,9 @@ class Intake:
         self.casts: dict[tuple[int, str], set[Region]] = {}
         self.spread: set[int] = set()
         self._tensor: torch.Tensor | None = None
+        self._cuts: list[Cut | None] = []  # what the writes of the present name take of it
+        self._shared: dict[tuple[Cut | None, ...], tuple[Cut | None, ...]] = {}
+        self.misfit = ""  # a copy that the loader tried last, and that can't be
         self._sequence = 0
         self._units: dict[int, int] = {}  # storage number -> unit of layers that share storages
         self._lacking: dict[
@@ -88,6 +94,7 @@ class Intake:
         self.unplaced = self.unplaced or not followed
         if followed:
             self.name, self.current, self._tensor = text, entry, tensor if known else None
+            self._cuts, self.misfit = [], ""
         elif known:
             self._remember_partner(text, entry, tensor)  # there is no later moment
         if known and not self.session.foreign_modes:
@@ -172,6 +179,9 @@ class Intake:
         self.unplaced = self.unplaced or self.current is None or not self.current.writes
         if self.current is not None and not self.current.writes and self._tensor is not None:
             self._remember_partner(self.name, self.current, self._tensor)
+        if self.current is not None:
+            taken = tuple(self._cuts)
+            self.current.cuts = self._shared.setdefault(taken, taken)
         self._tensor = None
         self.current = None
         if self.session.streamer is not None:
@@ -185,13 +195,22 @@ class Intake:
         known = names.get(self.name)
         if self.current is None:
             return None
+        if self.misfit:
+            return self._explained(self.misfit, error)
         if known is None and not session.life.manifest.provisional:
             self._explain_name(error)
         if known is None or known.shape == self.current.shape:
             return None
+        return self._explained(
+            f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}", error
+        )
+
+    def _explained(self, what: str, error: Exception) -> errors.ShapeMismatchError:
+        session = self.session
+        rank, ranks = session.report.rank, session.report.world_size
+        where = f" on rank {rank} of {ranks}" if ranks > 1 else ""
         problem = errors.ShapeMismatchError(
-            f"{list(self.current.shape)} arrived, the last complete load had {list(known.shape)}; the loader said: "
-            f"{errors.safe_text(error)}",
+            f"{what}{where}; the loader said: {errors.safe_text(error)}",
             model=session.life.name, tensors=self._named(), session=session.id,
         )  # fmt: skip
         session.account.violation(problem)
@@ -236,6 +255,9 @@ class Intake:
                 model=self.session.life.name, layer=track.path, tensors=self._named(), session=self.session.id,
                 hint="send whole tensors for layers whose weights are processed",
             )  # fmt: skip
+        cut = None
+        if self.current is not None and view.dtype.itemsize == track.dtype.itemsize:
+            cut = cut_of(func, args, view, self._tensor)
         self._check_cast(track, view, func, args)
         part = region_of(track, view)
         if part is None:
@@ -245,6 +267,8 @@ class Intake:
             )  # fmt: skip
         if part.numel == 0:
             return
+        if self.current is not None:
+            self._check_cut(track, track.number, part, cut)
         if accumulates(func, args, int(track.current._cdata)):
             self._settle()
             if part not in track.ever:
@@ -252,6 +276,47 @@ class Intake:
         self._enter(track, track.number, part)
         if self.current is not None:
             self.current.wrote(track.number, part)
+            self._cuts.append(cut)
+
+    def _check_cut(self, track: Track, number: int, part: Region, cut: Cut | None) -> None:
+        """A loader that cuts the shard of another rank, or along another dimension, writes the right elements.
+
+        Raises:
+            WrongPartError: it takes others of its tensor than the last complete load, by policy. LoaderChangedError:
+                so it does, after others like it ran by rule.
+        """
+        session, current = self.session, self.current
+        assert current is not None
+        known = session.life.manifest.names.get(self.name)
+        if known is None or known.shape != current.shape:
+            return
+        found = strays(cut, number, part, known)
+        if found is None or not (track.placeholder or self._as_made(number)):
+            return
+        if session.trust is not None:
+            session.trust.strayed_from(self.name)
+        now, then = (np.unravel_index(index, current.shape or (1,)) for index in found)
+        rank, ranks = session.report.rank, session.report.world_size
+        session.problem(
+            errors.WrongPartError(
+                f"the loader takes another part of {list(current.shape)} than the last complete load: element "
+                f"{[int(i) for i in now]} where that took {[int(i) for i in then]}"
+                + (f"; on rank {rank} of {ranks}" if ranks > 1 else ""),
+                model=session.life.name, layer=track.path, tensors=[self.name], session=session.id,
+            ),
+            session.settings.shapes,
+        )  # fmt: skip
+
+    def _as_made(self, number: int) -> bool:
+        """Whether tensors lie on a storage that serves as the constructor laid them: somebody may have transposed one."""
+        skeleton = self.session.life.skeleton
+        for index in skeleton.storages[number].tensors:
+            made = skeleton.tensors[index]
+            live = made.ref()
+            lies = None if live is None else (tuple(live.shape), tuple(live.stride()), live.storage_offset())
+            if lies is not None and lies != (made.shape, made.stride, made.offset):
+                return False
+        return True
 
     def _enter(self, track: Track, number: int, part: Region) -> None:
         """A region was written."""
@@ -426,6 +491,11 @@ class Intake:
     def _check_broadcast(self, track: Track, destination: torch.Tensor, given: torch.Tensor) -> None:
         """`copy_` fills a parameter with a smaller tensor in silence; a loader that means it did so at first, too."""
         life = self.session.life
+        if given.shape == destination.shape:
+            return
+        if not _expands(given.shape, destination.shape):
+            self.misfit = f"{list(given.shape)} was copied into {list(destination.shape)} of {track.path}"
+            return  # torch says so, and a loader may know what to do then
         if not spreads(destination, given) or track.number in life.manifest.spread:
             return
         if life.manifest.provisional:
@@ -466,6 +536,13 @@ class Intake:
             if part is not None:
                 self.casts.setdefault((track.number, source), set()).add(part)
             return
+
+
+def _expands(given: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether `copy_` can fill a shape with a tensor of another."""
+    if len(given) > len(shape):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(given), reversed(shape), strict=False))
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:

@@ -16,6 +16,7 @@ from weightlife._engine.track import Track
 
 if TYPE_CHECKING:
     from weightlife._engine.announce import Facts
+    from weightlife._engine.cuts import Cut
 
 
 class Received:
@@ -25,9 +26,10 @@ class Received:
     what alike tensors have in common they share.
 
     `kind`: a number that alike names of a first load have in common; -1 where their writes are always observed.
+    `cuts`: what each of its writes took of the tensor (`cuts.py`), one object for alike names; None: nobody noted it.
     """
 
-    __slots__ = ("_more", "digest", "kind", "like", "number", "part")
+    __slots__ = ("_more", "cuts", "digest", "kind", "like", "number", "part")
 
     def __init__(
         self, shape: tuple[int, ...], dtype: str, nbytes: int, like: tuple[Any, ...] | None = None
@@ -37,6 +39,7 @@ class Received:
         self.number = -1  # storage of its only write, -1: there are none, or more
         self.part: Region | None = None
         self._more: list[tuple[int, Region]] | None = None  # its writes, where there are several
+        self.cuts: tuple[Cut | None, ...] | None = None
         self.digest = b""  # of a tied partner that the loader left out, in the parameter's dtype
 
     @property

@@ -119,6 +119,15 @@ class Places:
         prefix = self._labels()[id(finder)] + ":"
         return [path for path in self._known if path.startswith(prefix)]
 
+    def has(self, finder: _finders.Finder) -> bool:
+        """Whether a finder is asked about this model."""
+        return any(finder is other for other in self._all())
+
+    def drop(self, finder: _finders.Finder) -> None:
+        """Ask a finder of this model no more."""
+        self._own = [other for other in self._own if other is not finder]
+        self.ask()
+
     def known(self) -> dict[str, tuple[str, Place, slots.Key]]:
         """What was found when they were asked last."""
         return self._known

@@ -9,15 +9,15 @@ tensors went into the model with all of its elements. If its loaders also did no
 have a rule), and what came then began and ended alike on all ranks, a difference is an error at once. Else it may be
 meant (a bias that all ranks but the first set to zero, a source that cuts before it sends), and what the last
 committed update showed is what the next one is held to. So it is for shards, of which 16 blocks are looked at: that two
-of them differ can't be demanded of a first update (kept heads, zeros), but those that differed and are now equal were
-cut in one place by all ranks. Storages that hold one constant say nothing.
+of them differ can't be demanded (kept heads, zeros), but those that differed in the last update, or in the first load,
+and are now equal were cut in one place by all ranks. Storages that hold one constant say nothing.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 
 from weightlife import errors
 from weightlife._engine import ledger
-from weightlife._engine.skeleton import storage_key, view_on
+from weightlife._engine.skeleton import Skeleton, storage_key, view_on
 from weightlife.kernels import digest
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Memory:
     """What is kept of one model from update to update."""
 
     seen: Seen = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)  # shards of the first load: digests of this rank's
     whole: tuple[Manifest, dict[int, bool]] | None = None  # storages that come whole in a complete load
 
 
@@ -55,8 +56,43 @@ _FIELDS = 4  # words a storage: number, writers and flags, sample of the first l
 class _Storage(NamedTuple):
     writers: int  # a sum over the names, shapes and regions of what wrote it
     flags: int
-    sample: int
+    sample: int  # of the first load: of what came, or of a shard that it left
     digest: int
+
+
+def shards(skeleton: Skeleton, names: Mapping[str, Received], numbers: Iterable[int]) -> dict[int, int]:
+    """Digests of what a first load left in shards, before hooks make something else of it.
+
+    Args:
+        skeleton: of the model that was loaded.
+        names: what came, and where it went.
+        numbers: storages that were written.
+
+    Returns:
+        storage -> digest, as `Held.take` would take it of what is no replica.
+    """
+    whole: dict[int, bool] = {}
+    for entry in names.values():
+        for number, _ in entry.writes:
+            whole[number] = whole.get(number, True) and _whole(entry)
+    taken: list[int] = []
+    memory: list[torch.Tensor] = []
+    for number in numbers:
+        made = skeleton.storages[number]
+        live = (skeleton.tensors[index].ref() for index in made.tensors)
+        tensor = next((t for t in live if t is not None), None)
+        if (
+            whole.get(number, True)
+            or tensor is None
+            or skeleton.storage_of(tensor) != number
+            or not made.nbytes
+        ):
+            continue
+        taken.append(number)
+        memory.append(_looked_at(view_on(tensor.untyped_storage(), torch.uint8, 0, (made.nbytes,), (1,))))
+    pending = digest.Pending()
+    pending.add(memory)
+    return dict(zip(taken, pending.values(), strict=True))
 
 
 class Held:
@@ -150,7 +186,8 @@ class Held:
         for (number, own), value in zip(self._taken.items(), self._pending.values(), strict=True):
             if number in writers:  # else what wrote it belongs to no name
                 kind = writers[number] << _BITS | flags[number] | own
-                self.words += [number, kind, samples.get(number, -1), value]
+                first = self.memory.first.get(number, samples.get(number, -1))
+                self.words += [number, kind, first, value]
 
     def problem(self, everyone: Sequence[Sequence[int]]) -> errors.RankMismatchError | None:
         """The error for what the ranks hold. All ranks come to the same answer.
@@ -182,6 +219,9 @@ class Held:
                     continue
                 if before is None:
                     unsure.append(number)
+            if before is None and not replicated and len({row.sample for row in rows}) > 1:
+                # What the first load left tells it, if each rank looked.
+                before = None if any(row.sample < 0 for row in rows) else (writers, False)
             if equal and rows[0].flags & _CONSTANT:
                 continue  # zeros are alike wherever they are cut
             if equal and before is not None and not before[1]:
@@ -236,6 +276,11 @@ def _whole(entry: Received) -> bool:
     return sum(part.numel for _, part in entry.writes) == math.prod(entry.shape)
 
 
+def _looked_at(flat: torch.Tensor) -> torch.Tensor:
+    """What is digested of a shard."""
+    return _sampled(flat) if flat.numel() > _BLOCKS * _BLOCK else flat
+
+
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
     """Blocks from the first to the last of many bytes; each begins with an element of any dtype."""
     step = (flat.numel() - _BLOCK) // (_BLOCKS - 1) // 16 * 16
@@ -270,4 +315,4 @@ def _groups(digests: Sequence[int]) -> str:
     return ", ".join(f"ranks {ranks} hold {value:016x}" for value, ranks in by_value.items())
 
 
-__all__ = ["Held", "Memory"]
+__all__ = ["Held", "Memory", "shards"]

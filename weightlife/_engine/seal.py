@@ -197,6 +197,20 @@ class Seal:
         found = [step.path for step, tensor in self.walk.tensors() if tensor is not None and step.firm]
         return [where for where in dict.fromkeys(found) if paths and where.startswith(paths)]
 
+    def has(self, declared: str | Finder) -> bool:
+        """Whether this path, or finder, was declared."""
+        return declared in self._paths if isinstance(declared, str) else self.places.has(declared)
+
+    def withdraw(self, declared: str | Finder) -> None:
+        """Forget a path or a finder that was declared."""
+        if isinstance(declared, str):
+            self._paths.pop(declared, None)
+        else:
+            self.places.drop(declared)
+        self._renew(
+            Walk(self.life.model, self.life.host.skip, self.life.host.transient, self.known().values())
+        )
+
     def _renew(self, walk: Walk) -> None:
         """Look everywhere with storage that was declared just now."""
         captured = {entry.step.path: entry for entry in self.entries} if self.captured else {}

@@ -200,6 +200,21 @@ class Trust:
                 "an item was loaded otherwise than in the first load, after others like it", [name]
             )
 
+    def strayed_from(self, name: str) -> None:
+        """An item is about to take another part of its tensor than in the first load.
+
+        Raises:
+            LoaderChangedError: items like it ran by rule before.
+        """
+        rule, self.sample = self.sample, None
+        entry = rule or self.names.get(name)
+        believed = entry is not None and entry.kind in self.seen
+        self._stop(f"{name} was cut otherwise than in the first load")
+        if believed:
+            raise self.broken(
+                "an item was cut otherwise than in the first load, after others like it", [name]
+            )
+
     def broken(self, message: str, names: list[str]) -> errors.LoaderChangedError:
         """The error for a rule that items ran by and that does not hold. Nobody knows what they wrote: no way back."""
         self._stop(message)

@@ -65,14 +65,8 @@ def answer(worker: Any, question: str, payload: dict[str, Any] | None = None) ->
         return _verify.local_verify(worker.model_runner.get_model(), **(payload or {})).to_dict()
     if question in ("digest", "check_digests", "expect"):
         return _integrity(worker, question, payload or {})
-    if question in ("declare", "seal"):
-        from weightlife import _addresses
-
-        model = worker.model_runner.get_model()
-        given = str((payload or {}).get("text", ""))
-        if question == "declare":
-            return _addresses.local_declare(model, given, bool((payload or {}).get("finder")))
-        return _addresses.local_seal(model, given)
+    if question in ("declare", "withdraw", "seal"):
+        return _addressed(worker, question, payload or {})
     raise errors.HostError(f"unknown question {question!r}")
 
 
@@ -92,6 +86,20 @@ def method_of(method: Any, args: Any) -> Any:
     if method == METHOD and args and args[0] == "call":
         return args[1]["method"]
     return method
+
+
+def _addressed(worker: Any, question: str, payload: dict[str, Any]) -> Any:
+    from weightlife import _addresses
+
+    model, given = worker.model_runner.get_model(), str(payload.get("text", ""))
+    if question == "seal":
+        return _addresses.local_seal(model, given)
+    finder = bool(payload.get("finder"))
+    if question == "declare":
+        return _addresses.answer_declare(model, given, finder)
+    if payload["new"][getattr(worker, "rank", 0)]:
+        _addresses.local_withdraw(model, given, finder)
+    return None
 
 
 def _integrity(worker: Any, question: str, payload: dict[str, Any]) -> Any:
