@@ -91,7 +91,7 @@ Goals: at most {goal}x a stock reload; at most the largest group of extra memory
 own hook* is what stock needs for that layer in a cold load, loaded and packed.
 **Missed where the table says so.** Memory: tensors that fill a parameter, alone or with others (the experts of a layer), are
 no copies, but pages of their files, so a group costs what its hook makes of it, which is the group once more and can't be
-less. What is over it: in a head of 152,000 rows its kernel's answer to 16 rows (5 MiB); in a layer of experts the pages in
+less. What is over it: in a head of 152,000 rows what its kernel needs to answer (4 to 5 MiB, for 2 rows as for 16); in a layer of experts the pages in
 which two of them meet (0.8 MiB), and what a verification knows of the model (2 MiB). Time: on top of a load, what serves is read once,
 and packed memory of both sides by its kernels. Stock's reload of the mixture never packs the experts again.
 """

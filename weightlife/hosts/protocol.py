@@ -7,7 +7,7 @@ whether memory may be replaced, comes through this interface. One instance serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,10 +58,10 @@ class Host(Protocol):
     def has_model_hook(self) -> bool:
         """Whether `process_model` does anything. It may look at every layer."""
 
-    def probe(self, layer: torch.nn.Module) -> torch.Tensor | Iterator[torch.Tensor] | None:
+    def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """What the layer's kernel answers to a fixed input, for weights in memory that no tensor owns.
 
-        The same bits for the same weights; a large answer may come in parts. None where that is not known how.
+        The same bits for the same weights. None where that is not known how.
         """
 
     def contexts(self) -> AbstractContextManager[Any]:

@@ -28,8 +28,6 @@ FOREIGN_MODULES = (
 # Rows of a probe of a packed weight, in bfloat16. With 16, of 400 changes of the least bit of one weight among 896 inputs
 # 66 % showed (4,864 inputs: 40 %), of its bit 5 98 %. More rows cost a multiplication instead of a read.
 PROBE_ROWS = 16
-# A larger answer comes in parts of two rows: a head of 152,000 rows answers with 5 MiB.
-PROBE_BYTES = 1 << 20
 PROBE_SEED = 20_260
 
 # Ranks of one engine make the same calls in the same order; one that does not arrive in this time never will.
@@ -154,7 +152,7 @@ class VllmHost:
         hook = getattr(self.model, "process_weights_after_loading", None)
         return hook is not None or getattr(self.model_config, "quantization", None) == "torchao"
 
-    def probe(self, layer: torch.nn.Module) -> torch.Tensor | Iterator[torch.Tensor] | None:
+    def probe(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """Linear layers, embeddings and heads, called as their `forward` calls them, without bias."""
         method = self._quant_method(layer)
         names = ("input_size_per_partition", "input_size", "embedding_dim")
@@ -164,18 +162,9 @@ class VllmHost:
         rows = _probe_rows(width)
         # A router's weights may be float32 in a bfloat16 model, and native kernels don't look at their input's dtype.
         dtype = getattr(layer, "params_dtype", None) or self.model_config.dtype
-        rows = rows.to(dtype).to(self.device)
-        outputs = ("output_size_per_partition", "num_embeddings_per_partition")
-        wide = next((w for name in outputs if isinstance(w := getattr(layer, name, None), int)), 0)
-        if wide * rows.element_size() * PROBE_ROWS > PROBE_BYTES:
-            return (self._asked(method, layer, pair) for pair in rows.split(2))
-        answer = self._asked(method, layer, rows)
+        with torch.no_grad():
+            answer = method.apply(layer, rows.to(dtype).to(self.device), None)
         return answer if isinstance(answer, torch.Tensor) else None
-
-    @staticmethod
-    @torch.no_grad()
-    def _asked(method: Any, layer: torch.nn.Module, rows: torch.Tensor) -> Any:
-        return method.apply(layer, rows, None)
 
     @contextmanager
     def contexts(self) -> Iterator[None]:
