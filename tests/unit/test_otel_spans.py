@@ -478,7 +478,9 @@ def test_the_report_knows_its_trace(tracing: Tracing) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["suppress_instrumentation", contexts._SUPPRESS_INSTRUMENTATION_KEY])
+@pytest.mark.parametrize(
+    "key", ["suppress_instrumentation", contexts._SUPPRESS_INSTRUMENTATION_KEY], ids=["named", "internal"]
+)
 def test_suppression_is_honoured(tracing: Tracing, key: str) -> None:
     token = contexts.attach(contexts.set_value(key, True))
     try:
