@@ -50,7 +50,7 @@ def main(a: Path, b: Path, storage: str, isolation: str) -> dict[str, Any]:
     found["walk_ms"] = round((time.perf_counter() - started) * 1e3, 2)
     found["sealed"] = weightlife.seal(llm.llm_engine.model_executor.driver_worker.worker)[0]
     found["recorded"] = [len(graph.memory), len(before.seen)]
-    found["mirrors"] = len(life.addresses._mirrors)
+    found["mirrors"] = len(life.addresses.mirrors._agreed)
     # An owner of a native resource is replaced whole, with what hangs on it.
     native = {
         slots.step(holder.path, key).split(".<")[0]

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife import errors
-from weightlife._engine import slots
+from weightlife._engine import slots, storage
 from weightlife._engine.footprint import ABSENT
 from weightlife._engine.skeleton import Composite, Token, storage_key
 
@@ -213,4 +213,35 @@ def _is_raw(stage: Stage, value: Any, now: Any) -> bool:
     return not isinstance(value, Composite) and slots.same(value, now)
 
 
-__all__ = ["Derived", "unmade"]
+def kept(session: WeightLoadSession) -> list[storage.Change]:
+    """Slots that processing filled with the very tensor that served before, without writing it: perhaps stale.
+
+    A hook that takes a tensor from a cache of its own does that. Whether the tensor depends on the weights can't be
+    seen from here: constants do not. A comparison with a cold load tells (`weightlife.testing`).
+    """
+    stage, life = session.stage, session.life
+    assert stage is not None
+    early = session.streamer.done if session.streamer is not None else set()
+    found = []
+    for ident, restore in life.plan.restore.items():
+        holder = stage.holders.get(ident)
+        if holder is None or not holder.owners & (session.processed - early):
+            continue
+        before, now = stage.before[ident], slots.read(holder.obj)
+        for key in restore:
+            a, same = before.get(key), id(now.get(key)) == id(before.get(key))
+            if not isinstance(a, torch.Tensor) or not same or not a.numel():
+                continue
+            track = stage.index.get(storage_key(a) or 0)
+            if track is None or (track.stage is None and not track.ever and not _undone(session, track)):
+                detail = "processing took over the tensor that served before, as it is"
+                found.append(storage.Change(slots.step(holder.path, key), "kept", detail))
+    return found
+
+
+def _undone(session: WeightLoadSession, track: Any) -> bool:
+    assert session.stage is not None
+    return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
+
+
+__all__ = ["Derived", "kept", "unmade"]

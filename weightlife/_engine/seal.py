@@ -16,14 +16,15 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife import errors
-from weightlife._engine import slots, storage
-from weightlife._engine.collect import Step, Walk, equal, get, is_scalar, locate, scalar_values
+from weightlife._engine import prints, slots, storage
+from weightlife._engine.collect import Step, Walk, locate
+from weightlife._engine.mirrors import Mirrors
 from weightlife._engine.places import Places
 from weightlife._engine.skeleton import storage_key, view_on
 
@@ -35,41 +36,12 @@ if TYPE_CHECKING:
 SHOWN = 8
 
 
-class Print(NamedTuple):
-    """The fingerprint of one tensor: where it is and how it is read. Numbers in bytes or elements of its dtype."""
-
-    key: int
-    pointer: int
-    nbytes: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def fingerprint(tensor: torch.Tensor) -> Print | None:
-    """The fingerprint of a tensor, or None where it has no storage to speak of."""
-    key = storage_key(tensor)
-    if key is None:
-        return None
-    memory = tensor.untyped_storage()
-    try:
-        pointer = memory.data_ptr()
-    except RuntimeError:  # a storage without memory
-        return None
-    return Print(
-        key, pointer, memory.nbytes(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
-        tensor.dtype, tensor.device,
-    )  # fmt: skip
-
-
 @dataclass
 class Entry:
     """One sealed path."""
 
     step: Step
-    seen: Print
+    seen: prints.Print
     memory: StorageWeakRef | torch.UntypedStorage
 
     def alive(self) -> bool:
@@ -90,7 +62,7 @@ class Seal:
         self.seconds = 0.0  # of the last session, all looks at addresses together
         self.derived_seconds = 0.0  # of the last session, for the age of what processing derives
         self._held: dict[int, torch.UntypedStorage] = {}  # A's memory, while an update is open
-        self._mirrors: list[int] = []
+        self.mirrors = Mirrors(self)
         self._now: list[Any] = []  # what stood at each step after the hooks, between two looks of a finish
         self._changed = False  # the last update left other paths than there were
         self._allowed: set[str] = set()
@@ -135,18 +107,12 @@ class Seal:
         keep = bool(self.captured)
         self.entries = []
         for step, tensor in self.walk.tensors(values):
-            seen = None if tensor is None else fingerprint(tensor)
+            seen = None if tensor is None else prints.fingerprint(tensor)
             if tensor is not None and seen is not None:
                 memory = tensor.untyped_storage()
                 self.entries.append(Entry(step, seen, memory if keep else StorageWeakRef(memory)))
         if again:
-            # Weights that are lost have no values to read.
-            pairs = [] if life.poisoned else self._pairs(values)
-            self._mirrors = [i for i, (mirror, value) in enumerate(pairs) if equal(mirror, value)]
-            if life.agreed:
-                known = enumerate((id(values[parent]), key) for parent, _, key, _ in self.walk.mirrors)
-                self._mirrors = sorted({*self._mirrors, *(i for i, key in known if key in life.agreed)})
-                life.agreed = set()
+            self.mirrors.learn(values)
 
     def capture(self, by: str) -> None:
         """The host captured addresses (CUDA graphs): from here on these, and no later ones, are the contract."""
@@ -300,9 +266,9 @@ class Seal:
             tensor, seen, memory = now.get(entry.step.path), entry.seen, entry.memory
             if tensor is None or not self._firm(entry, session.life):
                 continue
-            if storage_key(tensor) == seen.key and _same_view(tensor, seen):
+            if storage_key(tensor) == seen.key and prints.same_view(tensor, seen):
                 continue
-            if not _same_geometry(tensor, seen) or not isinstance(memory, torch.UntypedStorage):
+            if not prints.same_geometry(tensor, seen) or not isinstance(memory, torch.UntypedStorage):
                 self._lost.append(entry)
                 continue
             target = view_on(memory, seen.dtype, seen.offset, seen.shape, seen.stride)
@@ -341,7 +307,7 @@ class Seal:
                 known.add(entry.step.path)
                 settlement.changes.append(
                     storage.Change(
-                        entry.step.path, "moved", f"{_words(entry.seen)} was moved before this update"
+                        entry.step.path, "moved", f"{prints.words(entry.seen)} was moved before this update"
                     )
                 )
         going = {id(move.b): storage_key(move.a) for move in settlement.moves}
@@ -352,26 +318,26 @@ class Seal:
                 continue
             if tensor is None:
                 if entry.step.firm:
-                    settlement.changes.append(storage.Change(path, "removed", _words(seen)))
+                    settlement.changes.append(storage.Change(path, "removed", prints.words(seen)))
                 continue
             key = storage_key(tensor)
-            if key == seen.key and _same_view(tensor, seen):
+            if key == seen.key and prints.same_view(tensor, seen):
                 continue
             target = None if key is None else settlement.storages.get(key)
-            if target is not None and int(target._cdata) == seen.key and _same_view(tensor, seen):
+            if target is not None and int(target._cdata) == seen.key and prints.same_view(tensor, seen):
                 continue
-            if going.get(id(tensor)) == seen.key and _same_geometry(tensor, seen):
+            if going.get(id(tensor)) == seen.key and prints.same_geometry(tensor, seen):
                 if target is None:
                     continue
                 # One tensor with another of the model (a tie that forms): it can't be at both addresses. Both get its
                 # values, and who captured one of them would read what the next update leaves behind.
                 kind = "moved" if self.captured else "joined"
-                detail = f"{_words(seen)} became one with another tensor"
+                detail = f"{prints.words(seen)} became one with another tensor"
                 settlement.changes.append(storage.Change(path, kind, detail))
                 continue
             if not self._firm(entry, life):
                 kind, what = "elsewhere", "something process-wide, or that no load makes"
-                detail = f"{_words(seen)} became {storage.describe(tensor)}: {what}"
+                detail = f"{prints.words(seen)} became {storage.describe(tensor)}: {what}"
                 settlement.changes.append(storage.Change(path, kind, detail))
                 continue
             self._repair(settler, entry, tensor)
@@ -391,66 +357,13 @@ class Seal:
         path, seen = entry.step.path, entry.seen
         memory = entry.memory if isinstance(entry.memory, torch.UntypedStorage) else self._held.get(seen.key)
         if memory is None or storage_key(tensor) == seen.key:
-            detail = f"{_words(seen)} became {storage.describe(tensor)}"
+            detail = f"{prints.words(seen)} became {storage.describe(tensor)}"
             settler.out.changes.append(storage.Change(path, "moved", detail))
             return
         view = view_on(memory, seen.dtype, seen.offset, seen.shape, seen.stride)
         if settler.put(path, view, tensor):
             detail = "processing made it elsewhere: its value goes into the storage that it had"
             settler.out.changes.append(storage.Change(path, "repaired", detail))
-
-    def mirrors(self, session: WeightLoadSession) -> None:
-        """Hold the host's own copies of scalars against the tensors that they are copies of.
-
-        Raises:
-            StaleDerivedError: one is not its tensor's value, by policy.
-        """
-        if session.settings.contract == "off":
-            return
-        started = time.perf_counter()
-        paths = self.stale_numbers()
-        self.seconds += time.perf_counter() - started
-        if paths:
-            session.problem(
-                errors.StaleDerivedError(
-                    f"{len(paths)} numbers are not those of the tensors that they are copies of; first {paths[0]}",
-                    model=session.life.name, layer=paths[0], session=session.id,
-                ),
-                session.settings.contract,
-            )  # fmt: skip
-
-    def stale_numbers(self) -> list[str]:
-        """Paths of numbers that agreed with their tensors after the first load, and do not now."""
-        self.due()
-        if self.walk is None or not self._mirrors:
-            return []
-        pairs = self._pairs(self.walk.values(), self._mirrors)
-        return [
-            self.walk.mirrors[index][3]
-            for index, pair in zip(self._mirrors, pairs, strict=True)
-            if not equal(*pair)
-        ]
-
-    def after_wake(self) -> None:
-        """Memory came back from a sleep: tell of scales that did not come back with it."""
-        paths = [] if self.life.poisoned else self.stale_numbers()
-        if paths:
-            self.life.note(
-                f"{self.life.name}: after waking, {len(paths)} numbers are not those of the tensors that they are copies"
-                f" of; first {paths[0]}: update the weights before anything is served"
-            )
-
-    def _pairs(self, values: list[Any], only: list[int] | None = None) -> list[tuple[Any, float | None]]:
-        """(number, value of its tensor), None where either is gone. One transfer from each device."""
-        assert self.walk is not None
-        numbers: list[Any] = []
-        scalars: list[torch.Tensor | None] = []
-        chosen = self.walk.mirrors if only is None else [self.walk.mirrors[index] for index in only]
-        for parent, key, mirror, _ in chosen:
-            tensor = get(values[parent], key)
-            numbers.append(get(values[parent], mirror))
-            scalars.append(tensor if isinstance(tensor, torch.Tensor) and is_scalar(tensor) else None)
-        return list(zip(numbers, scalar_values(scalars), strict=True))
 
     # -- after it ----------------------------------------------------------------------------------------------
 
@@ -471,7 +384,7 @@ class Seal:
             entry
             for entry in self.entries
             if (tensor := now.get(entry.step.path)) is not None
-            and not (storage_key(tensor) == entry.seen.key and _same_view(tensor, entry.seen))
+            and not (storage_key(tensor) == entry.seen.key and prints.same_view(tensor, entry.seen))
             and self._firm(entry, session.life)
             and entry.step.path not in known
             and not (opaque and entry.step.path.startswith(opaque))
@@ -500,57 +413,6 @@ class Seal:
             }
 
 
-def kept_derived(session: WeightLoadSession) -> list[storage.Change]:
-    """Slots that processing filled with the very tensor that served before, without writing it: perhaps stale.
-
-    A hook that takes a tensor from a cache of its own does that. Whether the tensor depends on the weights can't be
-    seen from here: constants do not. A comparison with a cold load tells (`weightlife.testing`).
-    """
-    stage, life = session.stage, session.life
-    assert stage is not None
-    early = session.streamer.done if session.streamer is not None else set()
-    found = []
-    for ident, restore in life.plan.restore.items():
-        holder = stage.holders.get(ident)
-        if holder is None or not holder.owners & (session.processed - early):
-            continue
-        before, now = stage.before[ident], slots.read(holder.obj)
-        for key in restore:
-            a, same = before.get(key), id(now.get(key)) == id(before.get(key))
-            if not isinstance(a, torch.Tensor) or not same or not a.numel():
-                continue
-            track = stage.index.get(storage_key(a) or 0)
-            if track is None or (track.stage is None and not track.ever and not _undone(session, track)):
-                detail = "processing took over the tensor that served before, as it is"
-                found.append(storage.Change(slots.step(holder.path, key), "kept", detail))
-    return found
-
-
-def _undone(session: WeightLoadSession, track: Any) -> bool:
-    assert session.stage is not None
-    return int(track.storage._cdata) in session.stage.undo or session.life.unsafe
-
-
-def _same_geometry(tensor: torch.Tensor, seen: Print) -> bool:
-    return (
-        tuple(tensor.shape) == seen.shape
-        and tensor.stride() == seen.stride
-        and tensor.dtype == seen.dtype
-        and tensor.device == seen.device
-    )
-
-
-def _same_view(tensor: torch.Tensor, seen: Print) -> bool:
-    return tensor.storage_offset() == seen.offset and _same_geometry(tensor, seen)
-
-
-def _words(seen: Print) -> str:
-    return (
-        f"{str(seen.dtype).removeprefix('torch.')}{list(seen.shape)} stride {list(seen.stride)} on {seen.device},"
-        f" storage of {seen.nbytes} bytes"
-    )
-
-
 def sealed(life: Lifecycle, by: str) -> None:
     """A host captured addresses of a model. Telemetry of a kind: a failure is heard of, and ends nothing."""
     if life.status != "ready":
@@ -564,4 +426,4 @@ def sealed(life: Lifecycle, by: str) -> None:
     )
 
 
-__all__ = ["Entry", "Print", "Seal", "fingerprint", "kept_derived", "sealed"]
+__all__ = ["Entry", "Seal", "sealed"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import completeness, fill, operators, processing, seal, storage, streams
+from weightlife._engine import completeness, derived, fill, operators, processing, storage, streams
 from weightlife._engine.account import Account
 from weightlife._engine.footprint import Plan
 from weightlife._engine.host_copies import HostCopies
@@ -375,12 +375,12 @@ class WeightLoadSession:
         self.phase("validate")
         self.state = State.VALIDATING
         self.life.addresses.look_again(self)
-        self.life.addresses.mirrors(self)
+        self.life.addresses.mirrors.check(self)
         self.life.addresses.check_derived(self)
         settler = storage.Settler(self.stage)
         settlement = settler.settle()
         self.life.addresses.hold(self, settler)
-        settlement.changes += seal.kept_derived(self)
+        settlement.changes += derived.kept(self)
         storage.check(self, settlement)
         if self.held is not None:
             self.held.close()

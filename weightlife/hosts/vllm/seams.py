@@ -379,7 +379,7 @@ def wake_up(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         for life in worker_lives(instance):
             if isinstance(life.host, VllmHost):
                 life.host.asleep = False
-                life.addresses.after_wake()
+                life.addresses.mirrors.after_wake()
     return out
 
 
