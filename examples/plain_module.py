@@ -12,8 +12,11 @@ everything is received, checked for completeness, processed once, and put into t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import weightlife
@@ -122,6 +125,19 @@ def main() -> None:
         push(model, b[2:])
         check("inside an explicit session A answers", torch.equal(model(x), want["a"]))
     check("after it, B", torch.equal(model(x), want["b"]))
+
+    with TemporaryDirectory() as folder:
+        save_file(dict(a[:3]), f"{folder}/model-1.safetensors")
+        save_file(dict(a[3:]), f"{folder}/model-2.safetensors")
+        load(model, weightlife.read_safetensors(folder))
+        check("a folder of safetensors files is a source, too", torch.equal(model(x), want["a"]))
+        check("verify finds it bit by bit", weightlife.verify(model, folder).ok)
+        whole = Path(folder, "model-2.safetensors").read_bytes()
+        Path(folder, "model-2.safetensors").write_bytes(whole[:-1])
+        try:
+            weightlife.load(model, folder)  # by the same loader
+        except weightlife.errors.TruncatedSourceError:
+            check("a file that is cut off is refused, and A answers", torch.equal(model(x), want["a"]))
     print(weightlife.last_report(model))
 
 

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     )
     from weightlife._finders import register_finder, unregister_finder
     from weightlife._integrity import check_digests, digest, expect
+    from weightlife._load import load
     from weightlife._loaders import wrap_loader
     from weightlife._manifest import Manifest
+    from weightlife._safetensors import read_safetensors
     from weightlife._session import abort, session, watch
     from weightlife._verify import verify
 
@@ -53,6 +55,8 @@ _LAZY = {
     "check_digests": "weightlife._integrity",
     "digest": "weightlife._integrity",
     "expect": "weightlife._integrity",
+    "load": "weightlife._load",
+    "read_safetensors": "weightlife._safetensors",
     "session": "weightlife._session",
     "verify": "weightlife._verify",
     "watch": "weightlife._session",
@@ -61,8 +65,8 @@ _LAZY = {
 
 __all__ = [
     "Manifest", "__version__", "abort", "check_digests", "configure_otel", "declare", "digest", "errors", "expect",
-    "install", "last_report", "last_reports", "manifest", "manifests", "observe", "register_finder", "seal",
-    "session", "status", "uninstall", "unregister_finder", "verify", "watch", "wrap_loader",
+    "install", "last_report", "last_reports", "load", "manifest", "manifests", "observe", "read_safetensors",
+    "register_finder", "seal", "session", "status", "uninstall", "unregister_finder", "verify", "watch", "wrap_loader",
 ]  # fmt: skip
 
 

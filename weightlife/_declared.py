@@ -43,11 +43,15 @@ def as_headers(given: Any) -> dict[str, Header]:
     """Headers of whatever a caller calls "what I am going to send".
 
     Args:
-        given: a mapping of names to tensors, to (dtype, shape) or to None; an exported manifest; or names.
+        given: a mapping of names to tensors, to (dtype, shape) or to None; an exported manifest; what
+            `read_safetensors` returned; or names.
 
     Raises:
         ConfigError: it is none of these.
     """
+    headers = getattr(given, "headers", None)
+    if isinstance(headers, Mapping) and not isinstance(given, Mapping):
+        return {str(name): _header(value) for name, value in headers.items()}
     tensors = getattr(given, "tensors", None)
     if isinstance(tensors, Mapping) and not isinstance(given, Mapping):
         return {str(name): Header(record.dtype, tuple(record.shape)) for name, record in tensors.items()}

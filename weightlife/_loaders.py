@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import weakref
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from weightlife import errors
-from weightlife._session import session, watch
+from weightlife._loader_calls import Call
+from weightlife._safetensors import Checkpoint
+from weightlife._session import session
 from weightlife.hosts import runtime
 
 if TYPE_CHECKING:
-    import torch
-
     from weightlife._engine.lifecycle import Lifecycle
 
 Loader = TypeVar("Loader", bound=Callable[..., Any])
@@ -79,17 +78,11 @@ def _wrap(loader: Any, chunked: bool, expected: Any, settings: dict[str, Any]) -
 
     @functools.wraps(loader)
     def load(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(loader, args, kwargs)
-        life = call.life(settings)
-        if life is None:
-            return call.plain()
-        if life.first is None and _mode(life) == "observe":
-            return life.observe(call.name, call.plain, (), {})
-        return _run(call, life, chunked, expected)
+        return run(Call(loader, args, kwargs), settings, chunked, expected)
 
     @functools.wraps(loader)
     async def load_later(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(loader, args, kwargs)
+        call = Call(loader, args, kwargs)
         life = call.life(settings)
         if life is None:
             return await call.plain()
@@ -116,90 +109,22 @@ def _subclass(cls: type, wrapped: Callable[[Any], Any]) -> type:
     raise errors.ConfigError(f"{cls.__name__} has none of the methods {', '.join(METHODS)}")
 
 
+def run(call: Call, settings: dict[str, Any], chunked: bool = False, expected: Any = None) -> Any:
+    """One call of a loader that is no coroutine function, as `wrap_loader` has it."""
+    life = call.life(settings)
+    if life is None:
+        return call.plain()
+    if life.first is None and _mode(life) == "observe":
+        return life.observe(call.name, call.plain, (), {})
+    return _run(call, life, chunked, expected)
+
+
 def _mode(life: Lifecycle) -> str:
     """The mode in force for a model: its own, else the installed one, which may change while it lives."""
     return life.own_mode or (runtime.mode_for(life) if runtime.installed() else life.settings.mode)
 
 
-class _Call:
-    """One call of a loader: what it is bound to, the model, what may be a stream of weights, and the rest."""
-
-    def __init__(self, loader: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        import torch
-
-        self.loader = loader
-        self.name: str = getattr(loader, "__name__", type(loader).__name__)
-        rest: tuple[Any, ...] = ()
-        if "model" in kwargs:
-            kwargs = dict(kwargs)
-            before, model = args, kwargs.pop("model")
-        else:
-            # A method has `self` in front, which may be a module itself (a trainer's).
-            at = 1 if len(args) > 1 and isinstance(args[1], torch.nn.Module) else 0
-            before, model, rest = args[:at], args[at] if args else None, args[at + 1 :]
-        if not isinstance(model, torch.nn.Module):
-            raise errors.HostError(
-                f"{self.name} was called without a model: {type(model).__name__} is no torch.nn.Module",
-                hint="its first argument (after self), or its keyword `model`, has to be the model",
-            )
-        self.model: torch.nn.Module = model
-        self.before, self.rest, self.kwargs = before, rest, kwargs
-        self.keyword = "weights" in kwargs
-        given = kwargs["weights"] if self.keyword else rest[0] if rest else None
-        self.source = given if _is_stream(given) else None
-
-    def life(self, settings: dict[str, Any]) -> Lifecycle | None:
-        """The model's lifecycle, made if it has none; None where weightlife was uninstalled since it was loaded."""
-        from weightlife._engine import lifecycle
-
-        life = lifecycle.of(self.model)
-        if life is None and not lifecycle.released(self.model):
-            watch(self.model, **settings)
-            life = lifecycle.of(self.model)
-            assert life is not None
-        return life
-
-    def plain(self) -> Any:
-        """The loader itself."""
-        return self.loader(*self.before, self.model, *self.rest, **self.kwargs)
-
-    def with_stream(self) -> Callable[[Any], Any]:
-        """The loader as a function of its stream: rules know a loader by what is in this closure, so no more is in it."""
-        loader, before, model, rest, kwargs = self.loader, self.before, self.model, self.rest, self.kwargs
-        if self.source is None:
-            return lambda stream: loader(*before, model, *rest, **kwargs)
-        if self.keyword:
-            others = self._others()
-            return lambda stream: loader(*before, model, *rest, weights=stream, **others)
-        after = rest[1:]
-        return lambda stream: loader(*before, model, stream, *after, **kwargs)
-
-    def for_later(self) -> Callable[[Any], Any] | None:
-        """The same to be kept on the model, which it must not keep alive; None for a loader without a stream."""
-        if self.source is None:
-            return None
-        loader, before, rest, model = self.loader, self.before, self.rest, weakref.ref(self.model)
-        others, after = self._others(), rest[1:]
-        if self.keyword:
-            return lambda stream: loader(*before, model(), *rest, weights=stream, **others)
-        return lambda stream: loader(*before, model(), stream, *after, **others)
-
-    def _others(self) -> dict[str, Any]:
-        return {name: given for name, given in self.kwargs.items() if not self.keyword or name != "weights"}
-
-    def expected(self, expected: Any) -> Any:
-        """What a reload brings, told from the arguments if that is what was wanted."""
-        return expected(self.model, *self.rest, **self.kwargs) if callable(expected) else expected
-
-
-def _is_stream(given: Any) -> bool:
-    """Whether it can be (name, tensor) pairs."""
-    if isinstance(given, (str, bytes, os.PathLike, Mapping)):
-        return False
-    return isinstance(given, (Iterable, AsyncIterable))
-
-
-def _run(call: _Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
+def _run(call: Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
     from weightlife.hosts import forward
 
     if isinstance(call.source, AsyncIterable):
@@ -217,13 +142,15 @@ def _run(call: _Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
         return out
     life.refuse_from_source(call.name)
     if _joins(life, chunked):
-        return _loaded(life.load_weights(stream, weights), call)
+        with _reading(life, call.source):
+            return _loaded(life.load_weights(stream, weights), call)
     with _session(call, life, expected) as opened:
         opened.engine_session.whole = True
-        return _loaded(life.load_weights(stream, weights), call)
+        with _reading(life, call.source):
+            return _loaded(life.load_weights(stream, weights), call)
 
 
-def _loaded(out: Any, call: _Call) -> Any:
+def _loaded(out: Any, call: Call) -> Any:
     """What a loader returned, which was none if it has only promised to load."""
     if inspect.iscoroutine(out):
         out.close()
@@ -234,7 +161,7 @@ def _loaded(out: Any, call: _Call) -> Any:
     return out
 
 
-async def _run_later(call: _Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
+async def _run_later(call: Call, life: Lifecycle, chunked: bool, expected: Any) -> Any:
     from weightlife.hosts import forward
 
     if life.first is not None:
@@ -251,8 +178,8 @@ async def _run_later(call: _Call, life: Lifecycle, chunked: bool, expected: Any)
         return await _Steps(call, life)
 
 
-def _alone(call: _Call, life: Lifecycle) -> None:
-    """Nobody joins a first load that waits.
+def _alone(call: Call, life: Lifecycle) -> None:
+    """Nobody joins a first load that waits. Its report names the files that it reads.
 
     Raises:
         SessionConflictError: one is under way.
@@ -262,6 +189,33 @@ def _alone(call: _Call, life: Lifecycle) -> None:
             f"{call.name} wants to load the model while its first load by {life.first_by} is under way",
             model=life.name,
         )
+    if life.first is not None and isinstance(call.source, Checkpoint):
+        life.first.report.source = call.source.path
+
+
+@contextmanager
+def _reading(life: Lifecycle, source: Any) -> Iterator[None]:
+    """A call within a session. What a reader of files does is not of the model, and costs 19 us a tensor to look at.
+
+    In a session that somebody else began, what its headers say is held against a complete load first.
+
+    Raises:
+        CompletenessError: by the setting `source`; nothing of this call was written.
+    """
+    from weightlife._engine import announce
+
+    opened = life.session
+    if opened is None or opened.receiver is None or not isinstance(source, Checkpoint):
+        yield
+        return
+    if not opened.whole:
+        announce.check(opened, source.headers, False, opened.settings.source)
+    receiver = opened.receiver
+    before, receiver.trusted = receiver.trusted, True
+    try:
+        yield
+    finally:
+        receiver.trusted = before
 
 
 def _joins(life: Lifecycle, chunked: bool) -> bool:
@@ -274,11 +228,12 @@ def _joins(life: Lifecycle, chunked: bool) -> bool:
     return chunked or explicit or life.is_inside()
 
 
-def _session(call: _Call, life: Lifecycle, expected: Any) -> Any:
+def _session(call: Call, life: Lifecycle, expected: Any) -> Any:
     return session(
         call.model,
         partial=life.settings.partial_disk,
         expected=call.expected(expected),
+        source=call.source if isinstance(call.source, Checkpoint) else "",
         opened_by=call.name,
     )
 
@@ -289,7 +244,7 @@ class _Steps:
     Nothing of ours is in force while it waits: passes of other tasks see the old weights, and what those do is theirs.
     """
 
-    def __init__(self, call: _Call, life: Lifecycle) -> None:
+    def __init__(self, call: Call, life: Lifecycle) -> None:
         from weightlife._engine.streams import Ahead, as_given
 
         self._life, self._name = life, call.name

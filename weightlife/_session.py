@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
+from weightlife._safetensors import Checkpoint
 from weightlife.config import Settings
 from weightlife.hosts import runtime
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightlife._engine.lifecycle import Lifecycle
+    from weightlife._engine.session import WeightLoadSession
     from weightlife.hosts.protocol import Host
     from weightlife.report import LoadReport
 
@@ -87,17 +89,17 @@ class SessionHandle:
         life: Lifecycle,
         opened_by: str,
         partial: str | None,
-        source: str,
+        source: str | Checkpoint,
         expected: Any = None,
         settings: Settings | None = None,
     ) -> None:
         self._expected = expected
         self._settings = settings
         self._life = life
-        self._expected = expected
         self._opened_by = opened_by
         self._partial = partial or life.settings.partial_update
-        self._source = source
+        self._files = source.source() if isinstance(source, Checkpoint) else None
+        self._source = source.path if isinstance(source, Checkpoint) else source
         self._session: Any = None
         self.given_up = False
 
@@ -116,15 +118,21 @@ class SessionHandle:
 
         Raises:
             SessionConflictError: another session is open. RefusedLayerError: an update must not begin now.
-            CompletenessError: what is expected cannot be a legal update. Nothing was touched.
+            CompletenessError: what is expected, or what the files of its source hold, cannot be a legal update. Nothing
+            was touched.
         """
         from weightlife._engine import announce
 
-        expected, table, before = self._expected, None, None
+        files, expected, table = self._files, self._expected, None
         if _is_table(expected):
             table, expected = expected, None
-        if expected is not None:
-            before = lambda opened: announce.expect(opened, expected)  # noqa: E731
+
+        def before(opened: WeightLoadSession) -> None:
+            if files is not None:
+                announce.check_source(opened, files)
+            if expected is not None:
+                announce.expect(opened, expected)
+
         with self._life.owned(self._opened_by):
             self._life.refuse_from_source(self._opened_by)
             self._life.end_implicit()
@@ -206,7 +214,7 @@ def session(
     *,
     partial: str | None = None,
     expected: Any = None,
-    source: str = "",
+    source: str | Checkpoint = "",
     opened_by: str = "weightlife.session",
     **settings: Any,
 ) -> SessionHandle:
@@ -215,12 +223,13 @@ def session(
     Args:
         target: a module, or an `LLM`, engine, worker or runner whose model lives in this process.
         partial: forbid (a complete load, or nothing), by_layer (the default), allow.
-        expected: everything that will come: names -> (dtype, shape) or tensors, names alone, or a manifest. It is
-            checked before anything is touched (complete by `partial`, shapes, dtypes), each tensor is checked when it
+        expected: everything that will come: names -> (dtype, shape) or tensors, names alone, a manifest, or
+            what `read_safetensors` returned. It is checked before anything is touched (complete by `partial`, shapes, dtypes), each tensor is checked when it
             comes, and all of it must have come at the end. Or the sender's table of digests
             (`weightlife.digests.digest_table`): nothing is committed unless all that it names arrives, nothing else
             does, and every byte is what the sender had (`DigestMismatchError`).
-        source: where the weights come from, for the report.
+        source: where the weights come from, for the report. What `read_safetensors` returned is named by its path, and
+            its headers are held against a complete load before anything is touched.
         opened_by: who opens it, for the report and for conflicts.
         settings: for this session, any of unexpected, surplus, shapes, casts, empty, nonfinite, announced.
 

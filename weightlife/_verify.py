@@ -6,21 +6,17 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightlife import errors
 from weightlife._models import find_here
+from weightlife._safetensors import Checkpoint, read_safetensors
 from weightlife._verification import RankVerification, VerifyReport
 
 if TYPE_CHECKING:
-    import torch
-
     from weightlife._engine.lifecycle import Lifecycle
-    from weightlife._engine.pages import Place
-    from weightlife._engine.proof import Instead
-    from weightlife.source_checks import Source
 
 __all__ = ["verify"]
 
@@ -43,9 +39,10 @@ def verify(
     Args:
         target: a model that was loaded under weightlife, or an `LLM`, engine, worker or runner; with workers in other
             processes each compares its own shard.
-        source: a folder of safetensors files; for a vLLM model None is the checkpoint that it was loaded from. For a
-            model in this process also an iterable of (name, tensor), or a callable that gives one: these have no random
-            access, so all of it passes by and what comes waits until its group is whole.
+        source: a folder of safetensors files (for a plain module also one file, or an index); for a vLLM model None is
+            the checkpoint that it was loaded from. For a model in this process also what `read_safetensors` returned,
+            an iterable of (name, tensor), or a callable that gives one: the last two have no random access, so all of
+            it passes by and what comes waits until its group is whole.
         layers: the share of groups to compare, above 0 and at most 1; at least one group.
         seed: chooses them; by default at random. The report has it.
         progress: None: a bar on stderr if that is a terminal; False: nothing; for a model in this process also a
@@ -118,24 +115,28 @@ def _loader(life: Lifecycle, model: Any, loader: Any) -> Callable[[Any], Any]:
 
 def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
     """The source in words, and something to read from."""
-    from weightlife import source_checks
     from weightlife.hosts.vllm import sources
     from weightlife.hosts.vllm.adapter import VllmHost
 
+    if isinstance(source, Checkpoint):
+        return source.path, source.fresh()
     if source is not None and not isinstance(source, (str, os.PathLike)):
         return "an iterable", source
     hosted = isinstance(life.host, VllmHost)
-    if source is None and not hosted:
-        raise errors.ConfigError(
-            "a plain module has no checkpoint of its own: give a source", model=life.name
-        )
+    if not hosted:
+        if source is None:
+            raise errors.ConfigError(
+                "a plain module has no checkpoint of its own: give a source", model=life.name
+            )
+        try:
+            checkpoint = read_safetensors(source)
+        except errors.SourceError as error:
+            error.model = life.name
+            raise
+        return checkpoint.path, checkpoint
     where = source if source is not None else life.host.model_config.model  # type: ignore[attr-defined]
     try:
-        parts = (
-            sources.parts(life.host, where, "auto")
-            if hosted
-            else [("", Path(where), source_checks.read(where))]
-        )
+        parts = sources.parts(life.host, where, "auto")
     except OSError as error:
         raise errors.SourceError(
             f"{Path(where).name!r} can't be read: {error.strerror}", model=life.name
@@ -148,76 +149,7 @@ def _source(life: Lifecycle, source: Any) -> tuple[str, Any]:
             f"{str(where)!r} is no local folder of safetensors files that this model's loader reads",
             model=life.name, hint="give the folder of a checkpoint, or an iterable of names and tensors",
         )  # fmt: skip
-    return str(where), Folder(parts)
-
-
-class _File:
-    """One safetensors file, opened when a tensor of it is asked for."""
-
-    def __init__(self, prefix: str, path: Path, held: Iterable[str], found: Source) -> None:
-        self.path = path
-        self.names = {f"{prefix}{name}": name for name in held}
-        self._found = found
-        self._places: dict[str, int] = {}
-        self._opened: Any = None
-        self._given: set[str] = set()
-
-    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of some tensors that are here, as `Folder.read`."""
-        mine = names & self.names.keys()
-        if mine and (self._opened is None or mine & self._given):
-            from safetensors import safe_open
-
-            self._opened = safe_open(self.path, framework="pt")
-            self._places = {name: place for place, name in enumerate(self._opened.keys())}
-            self._given = set()
-        self._given |= mine
-        for name in sorted(mine, key=lambda name: self._places[self.names[name]]):
-            given = instead(name)
-            yield name, self._opened.get_tensor(self.names[name]) if given is None else given
-
-    def place(self, name: str) -> Place:
-        """Where a tensor of this file is."""
-        from weightlife._engine.pages import Place
-
-        own, found = self.names[name], self._found
-        return Place(str(self.path), found.stamps[self.path.name], found.places[own], found.headers[own])
-
-
-class Folder:
-    """Single tensors out of folders of safetensors files, in the order in which a load reads them.
-
-    Args:
-        parts: prefix of the names, folder, headers.
-
-    Raises:
-        SourceError: a file is truncated, an index disagrees, a name is in two files.
-    """
-
-    def __init__(self, parts: list[tuple[str, Path, Source]]) -> None:
-        for _, _, found in parts:
-            found.require()
-        self._files = [
-            _File(prefix, folder / file, held, found)
-            for prefix, folder, found in parts
-            for file, held in found.files.items()
-        ]
-
-    def names(self) -> list[str]:
-        """All names."""
-        return [name for file in self._files for name in file.names]
-
-    def place(self, name: str) -> Place | None:
-        """Where a tensor is."""
-        return next((file.place(name) for file in self._files if name in file.names), None)
-
-    def read(self, names: set[str], instead: Instead) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some tensors, or what there is instead of them, on the CPU; their memory is the file's, mapped privately: writing to it changes no file.
-
-        A tensor that is asked for again comes from another mapping, so that nobody gets what somebody wrote.
-        """
-        for file in self._files:
-            yield from file.read(names, instead)
+    return str(where), Checkpoint.of_parts(parts, str(where))
 
 
 class _Bar:

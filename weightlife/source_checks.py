@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a folder of safetensors files whole and of one piece? Answered from headers alone, in milliseconds.
+"""Is a checkpoint of safetensors files whole and of one piece? Answered from headers alone, in milliseconds.
 
-    source = source_checks.read(folder)          # raises nothing for a bad checkpoint
+    source = source_checks.read(folder)          # or a file, or an index; raises nothing for a bad checkpoint
     for error in source.problems: ...
     weightlife.manifest(llm).check(source.headers)
 
@@ -62,6 +62,7 @@ class Source:
         files: file name -> names of its tensors, in the order of the file.
         headers: tensor name -> dtype and shape; of a name in two files the last.
         places: tensor name -> the byte of its file at which its elements begin.
+        sizes: tensor name -> the bytes that its elements take there.
         stamps: file name -> which file it was when its header was read (`stamp_of`).
         problems: errors, not raised, in the order in which they were found.
     """
@@ -70,6 +71,7 @@ class Source:
     files: dict[str, list[str]] = field(default_factory=dict)
     headers: dict[str, Header] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     stamps: dict[str, Stamp] = field(default_factory=dict)
     problems: list[errors.SourceError] = field(default_factory=list)
 
@@ -84,27 +86,36 @@ class Source:
 
 
 def read(folder: str | os.PathLike[str], pattern: str = PATTERN, index: str = INDEX) -> Source:
-    """Read the headers of a checkpoint folder.
+    """Read the headers of a checkpoint: a folder, one safetensors file, or an index and the files beside it.
 
     Args:
-        folder: a local folder.
-        pattern: which files in it are read.
-        index: name of its index. Where there is one, only the files that it names are read, as loaders do.
+        folder: a local folder, or a file: an index if its name ends with `.json`.
+        pattern: which files in a folder are read.
+        index: name of a folder's index. Where there is one, only the files that it names are read, as loaders do.
 
     Returns:
         what was found and what is wrong with it. A folder without matching files is empty and has no problem.
 
     Raises:
-        OSError: the folder itself can't be listed.
+        OSError: there is no such file or folder, or it can't be listed.
     """
     root = Path(folder)
+    named = root.suffix == ".json" and root.is_file()
+    if named:
+        root, index = root.parent, root.name
+    elif root.is_file():  # a pipe is none, and would block
+        out = Source(root.absolute().parent.name)
+        _file(root, out)
+        return out
     out = Source(root.name)
     # Links are followed, for a hub's cache is made of them; what is no file (a pipe) would block the reader.
     names = sorted(e.name for e in os.scandir(root) if Path(e.name).match(pattern) and e.is_file())
     if len(names) > MAX_FILES:
         out.problems.append(errors.SourceError(f"{len(names)} files in {out.folder!r}"))
         return out
-    listed = _index(root / index, out) if names else None
+    listed = _index(root / index, out) if names or named else None
+    if named and listed is None:
+        return out
     if listed is not None:
         absent = sorted(set(listed.values()) - set(names))
         if absent:
@@ -152,7 +163,9 @@ def _file(path: Path, out: Source) -> None:
         return
     out.files[path.name] = [name for name, _ in tensors]
     out.headers.update(tensors)
-    out.places.update((name, begin + header[name]["data_offsets"][0]) for name, _ in tensors)
+    for name, _ in tensors:
+        start, end = header[name]["data_offsets"]
+        out.places[name], out.sizes[name] = begin + start, end - start
     out.stamps[path.name] = stamp
 
 

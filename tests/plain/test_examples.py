@@ -35,6 +35,6 @@ def test_the_plain_example_holds(poison: str) -> None:
     done = example(poison=poison)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = [line for line in done.stdout.splitlines() if line.startswith(("yes", "NO"))]
-    assert len(checks) == 10
+    assert len(checks) == 13
     assert all(line.startswith("yes") for line in checks)
     assert "committed: the new weights serve" in done.stdout

@@ -83,6 +83,31 @@ class TestWhole:
             (snapshot / path.name).symlink_to(path)
         assert set(source_checks.read(snapshot).headers) == set("abcd")
 
+    def test_one_file(self, tmp_path: Path, shards: Any) -> None:
+        source = source_checks.read(write(tmp_path, shards) / "model-2.safetensors")
+        assert source.problems == [] and list(source.files) == ["model-2.safetensors"]
+        assert set(source.headers) == set("cd") == set(source.places)
+        assert source.sizes == {"c": 8, "d": 0}
+        path = tmp_path / "model-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        assert path.name in str(only(source_checks.read(path), errors.TruncatedSourceError))
+
+    def test_an_index_and_the_files_beside_it(self, tmp_path: Path, shards: Any) -> None:
+        index = write(tmp_path, shards) / source_checks.INDEX
+        other = index.rename(tmp_path / "other.json")
+        (tmp_path / "stray.safetensors").write_bytes(b"no safetensors")
+        assert set(source_checks.read(other).headers) == set("abcd")
+        other.write_text(json.dumps({"weight_map": {"a": "/etc/passwd", "b": "../model-1.safetensors"}}))
+        source = source_checks.read(other)
+        assert (
+            "2 files that are not there" in str(only(source, errors.SourceIndexError)) and not source.headers
+        )
+        for content in ("{", "[]", '{"weight_map": {"a": 1}}'):
+            other.write_text(content)
+            source = source_checks.read(other)
+            only(source, errors.SourceIndexError)
+            assert source.files == {}
+
     def test_a_folder_without_files_is_empty(self, tmp_path: Path) -> None:
         assert source_checks.read(tmp_path) == source_checks.Source(tmp_path.name)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weightlife
-from tests.toyhost import Layer, Served, faults, one, parameter
+from tests.toyhost import Layer, Served, faults, one, parameter, unchanged
 from weightlife import errors, source_checks
 from weightlife._engine import lifecycle, pages
 from weightlife._engine.pages import Assembled
@@ -195,20 +195,27 @@ def test_a_loader_that_does_not_copy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not weightlife.verify(served.model, _written(served.checkpoint(5), tmp_path / "b")).ok
 
 
-def test_a_file_that_was_exchanged_is_read_by_its_own_reader(
-    tmp_path: Path, put: list[bool], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", [1, 2, 3])
+def test_a_file_that_was_exchanged(
+    where: int, tmp_path: Path, put: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of another size or time it is refused; of another number alone (file systems number anew) its reader reads it."""
     served = _served()
     folder = _written(served.weights, tmp_path / "a")
     read = source_checks.read
 
     def older(*args: Any) -> Any:
         found = read(*args)
-        found.stamps = {name: (*stamp[:3], stamp[3] - 1) for name, stamp in found.stamps.items()}
+        for name, stamp in found.stamps.items():
+            found.stamps[name] = tuple(part - (place == where) for place, part in enumerate(stamp))
         return found
 
     monkeypatch.setattr(source_checks, "read", older)
-    assert weightlife.verify(served.model, folder).ok
+    if where == 1:
+        assert weightlife.verify(served.model, folder).ok
+    else:
+        with unchanged(served.model), pytest.raises(errors.SourceError, match="exchanged or written to"):
+            weightlife.verify(served.model, folder)
     assert put == []
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ from weightlife import source_checks
 from weightlife._manifest import Manifest
 from weightlife._manifest_rows import STRATEGIES
 from weightlife.cli.output import BAD, GOOD, doing, emit_json, stderr, stdout, text
-from weightlife.errors import ConfigError, SourceError, WeightlifeError, clean
+from weightlife.errors import ConfigError, WeightlifeError, clean
 from weightlife.report import format_bytes
 from weightlife.runs import MANIFESTS
 
@@ -245,7 +244,10 @@ def diff(
 @app.command()
 def check(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder of safetensors files, or one such file.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A folder of safetensors files, one such file, or an index."
+        ),
     ],
     manifest: Annotated[
         Path,
@@ -320,17 +322,7 @@ def _source(path: Path) -> source_checks.Source:
         ConfigError: there are none.
     """
     try:
-        if path.is_dir():
-            found = source_checks.read(path)
-        elif path.is_file():
-            found = source_checks.Source(path.name)
-            try:
-                found.headers = source_checks.header_of(path)
-                found.files = {path.name: list(found.headers)}
-            except SourceError as error:
-                found.problems.append(error)
-        else:
-            raise FileNotFoundError(2, os.strerror(2))
+        found = source_checks.read(path)
     except OSError as error:
         raise ConfigError(
             f"{clean(path, 500)}: {error.strerror}", hint="name a folder of safetensors files"

@@ -131,10 +131,10 @@ class TorchHost:
         return found if callable(found) else None
 
     def headers(self, path: Any) -> Source | None:
-        """Of a folder of safetensors files."""
+        """Of a folder of safetensors files, one such file, or an index."""
         from pathlib import Path
 
-        if not isinstance(path, (str, os.PathLike)) or not Path(path).is_dir():
+        if not isinstance(path, (str, os.PathLike)) or not (Path(path).is_dir() or Path(path).is_file()):
             return None
         found = source_checks.read(path)
         return found if found.files or found.problems else None
