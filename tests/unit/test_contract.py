@@ -559,10 +559,10 @@ class TestDerived:
 
     def test_scales_that_a_wake_reset_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
         served = self._scaled()
-        served.life.addresses.after_wake()
+        served.life.addresses.mirrors.after_wake()
         assert caplog.text == ""
         served.model.special._k_scale.fill_(0.0)
-        served.life.addresses.after_wake()
+        served.life.addresses.mirrors.after_wake()
         assert "after waking, 1 numbers" in caplog.text and "special._k_scale_float" in caplog.text
 
     def test_a_scale_that_goes_stale_before_the_first_look_is_told(
@@ -571,7 +571,7 @@ class TestDerived:
         served = self._scaled()
         assert served.life.addresses.walk is None  # nothing needed it yet
         served.model.special._k_scale.fill_(0.0)
-        served.life.addresses.after_wake()
+        served.life.addresses.mirrors.after_wake()
         assert "after waking, 1 numbers" in caplog.text and "special._k_scale_float" in caplog.text
         with pytest.raises(errors.StaleDerivedError):  # processing does not touch it
             served.update(served.checkpoint(1))
@@ -581,7 +581,7 @@ class TestDerived:
         served.model.special._k_scale.untyped_storage().resize_(0)
         served.life.lost("a level-2 sleep dropped the weights")
         served.life.addresses.due()
-        assert len(served.life.addresses._mirrors) == 1
+        assert len(served.life.addresses.mirrors._agreed) == 1
 
     @staticmethod
     def _scaled() -> Served:

@@ -46,6 +46,25 @@ def lent_data(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         parameters[name].data = tensor
 
 
+def given_and_cloned(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Ends with a line over all parameters, whatever came."""
+    lent_data(model, weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def copied_and_cloned(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    copy_all(model, weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def copied_and_registered(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    copy_all(model, weights)
+    registered(model, [(name, tensor.data.clone()) for name, tensor in model.named_parameters()])
+
+
+RENEWING = (given_and_cloned, copied_and_cloned, copied_and_registered)
 REPLACING = (assigned, registered)
 LOADERS: tuple[Loader, ...] = (copy_all, by_state_dict, assigned, registered, given_data)
 
@@ -62,7 +81,15 @@ class TestAssigned:
             weightlife.wrap_loader(again)(net, weights)
             assert (serves(net), outcome(net)) == (want, "committed")
 
-    @pytest.mark.parametrize("loader", [*REPLACING, given_data], ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("storage", ["pinned", "adopted"])
+    @pytest.mark.parametrize("loader", RENEWING, ids=lambda f: f.__name__)
+    def test_whoever_renews_every_parameter(self, loader: Loader, storage: str) -> None:
+        net, wrapped = Net(), weightlife.wrap_loader(loader, storage=storage)
+        for weights, want in ((A, "A"), (B, "B"), (C, "C"), (A, "A")):
+            wrapped(net, weights)
+            assert (serves(net), outcome(net)) == (want, "committed")
+
+    @pytest.mark.parametrize("loader", [*REPLACING, given_data, *RENEWING], ids=lambda f: f.__name__)
     def test_what_is_missing_is_named(self, loader: Loader) -> None:
         net, wrapped = Net(), weightlife.wrap_loader(loader)
         wrapped(net, A)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,26 @@ class Manifest:
         if not regions:
             return False
         return part in regions or part not in self.expected.get(number, ())
+
+    def came(self, received: Mapping[str, Received]) -> Callable[[int, str], bool]:
+        """Whether what a tensor is made of came: of its storage, and the path at which it hangs.
+
+        That is so if its own name came, or all names that wrote its storage in the last complete load. Where that load
+        tells none, or one came that nobody knows and that wrote nothing, it can't be denied.
+        """
+        writers: dict[int, list[str]] = {}
+        strange = False
+
+        def came(number: int, path: str) -> bool:
+            nonlocal strange
+            if not writers:
+                for name, entry in self.names.items():
+                    for storage, _ in entry.writes:
+                        writers.setdefault(storage, []).append(name)
+                strange = any(not e.writes and name not in self.names for name, e in received.items())
+            return path in received or strange or all(name in received for name in writers.get(number, ()))
+
+        return came
 
     def whole(self, number: int, track: Track) -> bool:
         """Whether a storage was written as a complete load writes it, and that leaves no element out."""

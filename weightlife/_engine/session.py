@@ -407,10 +407,11 @@ class WeightLoadSession:
         """Enter what a loader replaced instead of writing it."""
         assert self.stage is not None
         sources = self.intake.sources
-        placed = self.stage.note_replaced(sources)
+        came = self.life.manifest.came(self.intake.received)
+        placed = self.stage.note_replaced(sources, came)
         if self.kernel_format:
             return
-        placed.update(self.stage.note_assigned(self.life.manifest.casts, sources))
+        placed.update(self.stage.note_assigned(self.life.manifest.casts, sources, came))
         for path, write in placed.items():
             entry = self.intake.received.get(path)
             if entry is not None and not entry.writes:

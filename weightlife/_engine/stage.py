@@ -248,11 +248,14 @@ class Stage:
             storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
-    def note_replaced(self, sources: set[int]) -> dict[str, tuple[int, Region]]:
+    def note_replaced(
+        self, sources: set[int], came: Callable[[int, str], bool]
+    ) -> dict[str, tuple[int, Region]]:
         """Enter tensors that a loader gave other data (`.data =`, `set_`) as written whole.
 
         Args:
             sources: as for `note_assigned`.
+            came: whether what a storage, of a tensor at a path, is made of came in this update.
 
         Returns:
             Paths of those that are attributes of modules, with storage number and region.
@@ -261,6 +264,8 @@ class Stage:
 
         def enter(track: Track, tensor: torch.Tensor, like: Any, offset: Any, stride: Any) -> None:
             own_memory(tensor, sources)
+            if track.number is not None and not came(track.number, getattr(like, "path", track.path)):
+                return  # a loader that clones every parameter clones those of which nothing came
             self._replaced(track, like.dtype, offset, like.shape, stride)
             if track.number is not None and like.dtype.itemsize == track.dtype.itemsize:
                 found[id(tensor)] = track.number, region(int(offset), tuple(like.shape), tuple(stride))
@@ -283,11 +288,12 @@ class Stage:
         }
 
     def note_assigned(
-        self, casts: Container[tuple[int, str]], sources: set[int]
+        self, casts: Container[tuple[int, str]], sources: set[int], came: Callable[[int, str], bool]
     ) -> dict[str, tuple[int, Region]]:
         """Enter slots in which a loader put a tensor of its own (`load_state_dict(assign=True)`) as written whole.
 
         Args:
+            came: as for `note_replaced`.
             casts: storage number and dtype of those that the first load put there in another dtype than the
                 constructor's.
             sources: identities of the sender's storages; what is on one of them gets memory of its own.
@@ -309,6 +315,8 @@ class Stage:
             if tuple(now.shape) == made.shape and fits:
                 part = region(made.offset, made.shape, made.stride)
                 own_memory(now, sources)
+                if not came(made.storage, slots.step(holder.path, key)):
+                    continue
                 self._replaced(track, made.dtype, made.offset, made.shape, made.stride)
                 assigned[slots.step(holder.path, key)] = (made.storage, part)
         return assigned
