@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -424,6 +425,77 @@ def test_a_sender_that_sends_what_serves(isolation: str, sends: str) -> None:
     life.finish("test")
     for name, sent in zip(names, ("one", "two"), strict=True):
         assert torch.equal(getattr(model, name), first[sent])
+
+
+class TestContexts:
+    """A context is copied into each task and by `asyncio.to_thread`. What is inside of a load is a thread."""
+
+    def test_a_thread_of_the_loader_that_has_its_context(self) -> None:
+        net = served()
+        heard: list[BaseException | None] = []
+
+        def other(call: Callable[[], Any]) -> None:
+            heard.append(None)
+            try:
+                call()
+            except errors.SessionConflictError as error:
+                heard[-1] = error
+
+        @weightlife.wrap_loader
+        def loader(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for number, item in enumerate(weights):
+                if number == 2:
+                    for call in (
+                        lambda: load(net, C),
+                        lambda: push(net, C[:3]),
+                        lambda: weightlife.abort(net),
+                    ):
+                        context = contextvars.copy_context()
+                        thread = threading.Thread(target=lambda c=context, f=call: c.run(other, f))
+                        thread.start()
+                        thread.join(20)
+                copy_all(model, [item])
+
+        loader(net, B)
+        assert len(heard) == 3 and all(heard)
+        assert serves(net) == "B"
+
+    @pytest.mark.parametrize("what", ["load", "push", "pass", "abort"])
+    def test_a_task_of_the_loader_that_runs_while_it_waits(self, what: str) -> None:
+        net = served()
+
+        async def other() -> str:
+            if what == "pass":
+                return serves(net)
+            if what == "abort":
+                return str(weightlife.abort(net))
+            try:
+                (load if what == "load" else push)(net, C[:3])
+            except errors.WeightlifeError as error:
+                return type(error).__name__
+            return "accepted"
+
+        @weightlife.wrap_loader
+        async def loader(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+            tasks = []
+            for number, item in enumerate(weights):
+                if number == 3:
+                    tasks.append(asyncio.create_task(other()))
+                copy_all(model, [item])
+                await asyncio.sleep(0)
+            return await tasks[0]
+
+        said: Any = None
+        try:
+            said = asyncio.run(loader(net, B))
+        except errors.WeightlifeError as error:
+            said = type(error).__name__
+        assert {
+            "load": ("SessionConflictError", "B"),
+            "push": ("SurplusTensorError", "A"),  # it joins the session, and is counted
+            "pass": ("A", "B"),
+            "abort": ("SessionStateError", "A"),
+        }[what] == (said, serves(net))
 
 
 def test_a_sender_that_sends_memory_that_is_being_filled() -> None:

@@ -195,7 +195,6 @@ class Lifecycle(Teller):
     def is_inside(self) -> bool:
         """Whether the running call already is inside a session of this model."""
         session = current.get()
-        # A task that was started from a source inherits the variable, and may outlive the session.
         return session is not None and session is self.session
 
     def refuse_from_source(self, what: str) -> None:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,10 +15,37 @@ if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.session import WeightLoadSession
 
-current: ContextVar[WeightLoadSession | None] = ContextVar("weightlife_session", default=None)
+Value = TypeVar("Value")
+
+
+class Inside(threading.local, Generic[Value]):
+    """What a thread is inside of now, with the interface of a context variable.
+
+    It is none. `asyncio.to_thread` and every new task copy the context that they are made in: a task that a loader had
+    made was then inside of its session for good, in another thread or while the loader waited, where nobody sees what
+    is written.
+    """
+
+    _value: Value | None = None
+
+    def get(self) -> Value | None:
+        """The innermost, or None."""
+        return self._value
+
+    def set(self, value: Value) -> Value | None:
+        """Go inside. Returns what `reset` takes."""
+        before, self._value = self._value, value
+        return before
+
+    def reset(self, token: Value | None) -> None:
+        """Leave it, in the thread that went inside."""
+        self._value = token
+
+
+current: Inside[WeightLoadSession] = Inside()
 """The session that the running call belongs to: set only while a call is inside the lifecycle."""
 
-routing: ContextVar[Lifecycle | None] = ContextVar("weightlife_routing", default=None)
+routing: Inside[Lifecycle] = Inside()
 """The model whose loader the running call drives over tensors without memory (`routing.py`)."""
 
 _owners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
