@@ -412,7 +412,7 @@ def test_a_sender_that_sends_what_serves(isolation: str, sends: str) -> None:
     life.load_weights(model.load_weights, list(first.items()))
     assert life.first is not None
     life.first.process(model.process_weights_after_loading)
-    names = ["two", "one"] if sends == "exchanged" and isolation == "staged" else ["one", "two"]
+    names = ["two", "one"] if sends == "exchanged" else ["one", "two"]
     stream: Any = {
         "parameters": lambda: list(model.named_parameters()),
         "views": lambda: list(model.state_dict().items()),
@@ -425,6 +425,27 @@ def test_a_sender_that_sends_what_serves(isolation: str, sends: str) -> None:
     life.finish("test")
     for name, sent in zip(names, ("one", "two"), strict=True):
         assert torch.equal(getattr(model, name), first[sent])
+
+
+def test_a_sender_that_sends_what_serves_when_nothing_of_it_is_kept() -> None:
+    """In place and without an undo log: what was overwritten is gone. Sent under its own name it still stands."""
+    model = Whole(False)
+    settings = Settings(log_level="error", isolation="in_place", undo_budget_bytes=0)
+    life = Lifecycle(model, TorchHost(model), settings)
+    first = {"one": torch.randn(4, 4), "two": torch.randn(4, 4)}
+    life.load_weights(model.load_weights, list(first.items()))
+    assert life.first is not None
+    life.first.process(model.process_weights_after_loading)
+    for _ in range(2):
+        life.load_weights(model.load_weights, model.named_parameters())
+    life.finish("test")
+    assert torch.equal(model.one, first["one"]) and torch.equal(model.two, first["two"])
+    with pytest.raises(errors.SessionStateError, match=r"overwritten.*tensors=\[two\]"):
+        life.load_weights(model.load_weights, zip(["one", "two"], [model.two, model.one], strict=True))
+    assert life.poisoned
+    life.load_weights(model.load_weights, list(first.items()))
+    life.finish("test")
+    assert not life.poisoned and torch.equal(model.two, first["two"])
 
 
 class TestContexts:

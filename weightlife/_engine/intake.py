@@ -117,7 +117,34 @@ class Intake:
                 model=self.session.life.name, tensors=[name], session=self.session.id,
                 hint="compute what you send before the update begins (a list, not a generator over live weights)",
             )  # fmt: skip
-        return view_on(track.storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        assert self.session.stage is not None
+        memory = track.storage
+        saved = self.session.stage.undo.get(int(memory._cdata))
+        if saved is not None:
+            memory = saved.untyped_storage()
+        elif not self.session.stage.isolated:
+            self._still_a(name, tensor, track)
+        return view_on(memory, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _still_a(self, name: str, tensor: torch.Tensor, track: Track) -> None:
+        """Nothing was kept of what this update has written: what is sent of it must not be that, but for itself.
+
+        Raises:
+            SessionStateError: it is.
+        """
+        part = region_of(track, tensor)
+        known = self.session.life.manifest.names.get(name)
+        if (not track.ever and not track.irregular) or (
+            known is not None and (track.number, part) in known.writes
+        ):
+            return
+        if part is None or (part.numel and bool(mask(track)[ledger.counts(track.numel, [part]) > 0].any())):
+            raise errors.SessionStateError(
+                f"the source sends memory of {track.path} that this update has overwritten",
+                model=self.session.life.name, tensors=[name], session=self.session.id,
+                hint="send copies that were made before the update began, or keep what was: isolation='staged', or an"
+                " undo budget",
+            )  # fmt: skip
 
     def _named(self) -> list[str]:
         return [self.name] if self.name else []
