@@ -76,6 +76,8 @@ def missing(session: WeightLoadSession, touched: set[int]) -> errors.Completenes
     if session.partial == "forbid":
         kind = errors.MissingTensorError
         message = f"{len(names)} of {len(life.manifest.names)} tensors of a complete load did not arrive"
+    if names and session.explicit and all(name in session.intake.received for name in names):
+        message = f"{len(names)} tensors came and were not written to where they went in the first load"
     if not names:  # a loader that takes everything first, or pulls in a thread of its own
         message = f"{len(short)} weights were not written whole; which tensors they lack is not known"
     elif strange:

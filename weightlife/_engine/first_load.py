@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightlife import errors
-from weightlife._engine import cuts, footprint, ledger, rules, slots, streams, watching
+from weightlife._engine import cuts, footprint, ledger, rules, slots, spots, streams, watching
 from weightlife._engine.account import Account
 from weightlife._engine.contexts import LoadContext
 from weightlife._engine.flow import Flow
@@ -253,24 +253,33 @@ class FirstLoad:
             and not rules.copies_own(func, args, self._tensor)
         ):
             self._receiver.odd = True
-        part = region_of(track, view)
-        if part is None:
-            self.irregular.add(number)
-            return
-        if part.numel == 0:
-            return
-        if not copies and accumulates(func, args, int(track.storage._cdata)):
+        chosen = None if copies else spots.written(func, args, view)
+        if not copies and (
+            accumulates(func, args, int(track.storage._cdata)) or (chosen is not None and not chosen.known)
+        ):
             self._on_read(track, view, func)
-        known = self.expected.get(number)
-        if known is None:
-            known = self.expected[number] = Counter()
-        known[part] = known.get(part, 0) + 1  # by get: a counter's own way for what it lacks is Python
+        part = None
+        for where in (view,) if chosen is None else chosen.views:
+            part = region_of(track, where)
+            if part is None:
+                self.irregular.add(number)
+                return
+            if part.numel == 0:
+                if chosen is None:
+                    return
+                continue
+            known = self.expected.get(number)
+            if known is None:
+                known = self.expected[number] = Counter()
+            known[part] = known.get(part, 0) + 1  # by get: a counter's own way for what it lacks is Python
+            if self.current is not None:
+                self.current.wrote(number, part)
+                same = chosen is None and view.dtype.itemsize == track.dtype.itemsize
+                self._cuts.append(cuts.cut_of(func, args, view, self._tensor) if same else None)
+        if part is None:
+            return
         self._last_write[number] = self._item
-        if self.current is not None:
-            self.current.wrote(number, part)
-            same = view.dtype.itemsize == track.dtype.itemsize
-            self._cuts.append(cuts.cut_of(func, args, view, self._tensor) if same else None)
-        if isinstance(given, torch.Tensor):
+        if isinstance(given, torch.Tensor) and chosen is None:  # there it is an index, or a mask
             if (copies or signature_of(func).name in COPY_OPERATORS) and given.shape != view.shape:
                 if spreads(view, given):
                     self.spread.add(number)

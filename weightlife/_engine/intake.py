@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from weightlife import _casts, errors
-from weightlife._engine import announce, ledger
+from weightlife._engine import announce, ledger, spots
 from weightlife._engine.cuts import Cut, cut_of, strays
 from weightlife._engine.ledger import Region
 from weightlife._engine.manifest import Received
@@ -286,24 +286,32 @@ class Intake:
         if self.current is not None and view.dtype.itemsize == track.dtype.itemsize:
             cut = cut_of(func, args, view, self._tensor)
         self._check_cast(track, view, func, args)
-        part = region_of(track, view)
-        if part is None:
-            raise errors.BypassError(
-                f"{track.path} is written in pieces smaller than its elements, which can't be accounted for",
-                model=self.session.life.name, layer=track.path, tensors=self._named(), session=self.session.id,
-            )  # fmt: skip
-        if part.numel == 0:
-            return
-        if self.current is not None:
-            self._check_cut(track, track.number, part, cut)
-        if accumulates(func, args, int(track.current._cdata)):
+        chosen = spots.written(func, args, view)
+        parts = []
+        for where in (view,) if chosen is None else chosen.views:
+            part = region_of(track, where)
+            if part is None:
+                raise errors.BypassError(
+                    f"{track.path} is written in pieces smaller than its elements, which can't be accounted for",
+                    model=self.session.life.name, layer=track.path, tensors=self._named(), session=self.session.id,
+                )  # fmt: skip
+            if part.numel:
+                parts.append(part)
+        if chosen is None and parts and self.current is not None:
+            self._check_cut(track, track.number, parts[0], cut)
+        reads = accumulates(func, args, int(track.current._cdata)) or (
+            chosen is not None and not chosen.known
+        )
+        if reads and parts:
             self._settle()
-            if part not in track.ever:
-                self._before_reading(track, part, func)
-        self._enter(track, track.number, part)
-        if self.current is not None:
-            self.current.wrote(track.number, part)
-            self._cuts.append(cut)
+            fresh = [part for part in parts if part not in track.ever]
+            if fresh:
+                self._before_reading(track, fresh, func)
+        for part in parts:
+            self._enter(track, track.number, part)
+            if self.current is not None:
+                self.current.wrote(track.number, part)
+                self._cuts.append(cut if chosen is None else None)
 
     def _check_cut(self, track: Track, number: int, part: Region, cut: Cut | None) -> None:
         """A loader that cuts the shard of another rank, or along another dimension, writes the right elements.
@@ -420,9 +428,9 @@ class Intake:
             stage.stage_live(track)
         part = region_of(track, view)
         if part is not None and part.numel and part not in track.ever:
-            self._before_reading(track, part, func)
+            self._before_reading(track, [part], func)
 
-    def _before_reading(self, track: Track, part: Region, func: Any) -> None:
+    def _before_reading(self, track: Track, parts: list[Region], func: Any) -> None:
         """What is read and was not written must be what a cold load would find there: the constructor's value.
 
         A delta sender of a partial update reads what serves: for a live storage that is generation A.
@@ -430,7 +438,7 @@ class Intake:
         assert track.number is not None
         if whole(track):
             return
-        unwritten = (ledger.counts(track.numel, [part]) > 0) & ~mask(track)
+        unwritten = (ledger.counts(track.numel, parts) > 0) & ~mask(track)
         if not unwritten.any():
             return
         memory = view_on(track.current, track.dtype, 0, (track.numel,), (1,))

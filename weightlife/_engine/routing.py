@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightlife import errors
 from weightlife._declared import Header
-from weightlife._engine import export, ledger, registry, slots
+from weightlife._engine import export, ledger, registry, slots, spots
 from weightlife._engine.footprint import Plan
 from weightlife._engine.manifest import Manifest, Received
 from weightlife._engine.signatures import COPY_OPERATORS, signature_of, spreads
@@ -146,11 +146,11 @@ class Router(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             for position, one in enumerate(value):
                 given = args[1][position] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
-                self._written_one(one, func, given)
+                self._written_one(one, func, args, given)
         else:
-            self._written_one(value, func, args[1] if len(args) > 1 else None)
+            self._written_one(value, func, args, args[1] if len(args) > 1 else None)
 
-    def _written_one(self, view: Any, func: Any, given: Any) -> None:
+    def _written_one(self, view: Any, func: Any, args: tuple[Any, ...], given: Any) -> None:
         if not isinstance(view, torch.Tensor) or view.layout is not torch.strided:
             return
         identity = int(view.untyped_storage()._cdata)
@@ -159,17 +159,19 @@ class Router(TorchDispatchMode):
         track = self.stage.meta.get(identity)
         if track is None or track.number is None:
             return
-        part = region_of(track, view)
-        if part is None:
-            raise self._fail(f"the loader writes {track.path} in pieces smaller than its elements")
-        if part.numel == 0:
-            return
-        self._enter(track.number, part)
+        chosen = spots.written(func, args, view)
+        for where in (view,) if chosen is None else chosen.views:
+            part = region_of(track, where)
+            if part is None:
+                raise self._fail(f"the loader writes {track.path} in pieces smaller than its elements")
+            if part.numel:
+                self._enter(track.number, part)
         if not isinstance(given, torch.Tensor) or func._schema.name not in COPY_OPERATORS:
             return
         if spreads(view, given):
             self.spread.add(track.number)
-        if given.dtype != view.dtype:
+        part = region_of(track, view)
+        if given.dtype != view.dtype and part is not None:
             self.casts.setdefault((track.number, dtype_name(given)), set()).add(part)
 
     def _enter(self, number: int, part: ledger.Region) -> None:

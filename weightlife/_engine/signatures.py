@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 COPY_OPERATORS = frozenset({"aten::copy_", "aten::_foreach_copy_"})
+# With a true `accumulate`, their fourth argument, these add.
+_ADDS_BY_FLAG = frozenset({"aten::index_put_", "aten::_index_put_impl_", "aten::put_"})
 # In-place operations that do not read what they write. Everything else accumulates.
 OVERWRITING = COPY_OPERATORS | {
     "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::index_put_",
     "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_", "aten::masked_fill_", "aten::index_fill_",
-    "aten::exponential_",
+    "aten::exponential_", "aten::masked_scatter_", "aten::put_",
 }  # fmt: skip
 
 
@@ -73,7 +75,9 @@ def accumulates(func: Any, args: tuple[Any, ...], storage: int) -> bool:
             and value.untyped_storage()._cdata == storage
             for value in args
         )
-    return signature.name not in OVERWRITING
+    if signature.name in _ADDS_BY_FLAG and len(args) > 3 and args[3]:
+        return True
+    return signature.name not in OVERWRITING or "reduce" in func._schema.overload_name
 
 
 def spreads(destination: torch.Tensor, source: torch.Tensor) -> bool:
