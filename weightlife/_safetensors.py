@@ -51,8 +51,8 @@ def read_safetensors(
     Raises:
         TruncatedSourceError, SourceIndexError, RepeatedSourceError: see there. SourceError: there is no such file or
         folder, it holds no safetensors files, or can't be read. ConfigError: an argument; `rename` gives one name twice.
-        Going through it, SourceError: a file was exchanged or written to since, or holds what this version of torch or
-        safetensors can't read.
+        Going through it, ChangedSourceError: a file was exchanged or written to since. SourceError: it holds what this
+        version of torch or safetensors can't read.
     """
     where = _device(device)
     root, text = Path(path), os.fspath(path)
@@ -167,6 +167,11 @@ class _File:
         own, found = self.names[name], self.found
         return Place(str(self.path), found.stamps[self.path.name], found.places[own], found.headers[own])
 
+    def check(self) -> None:
+        """As `Checkpoint.check`."""
+        if self._opened is not None:
+            self._opened.check()
+
     def _open(self) -> _Opened:
         return _Opened(self.path, self.found, self.device)
 
@@ -209,13 +214,12 @@ class _Opened:
         """Whether nobody has written to it.
 
         Raises:
-            SourceError: somebody has.
+            ChangedSourceError: somebody has.
         """
         # By size and time alone: some file systems in user space number a file anew each time that it is looked up.
         if source_checks.stamp_of(self._descriptor)[2:] != self._found.stamps[self._name][2:]:
-            raise errors.SourceError(
-                f"{self._found.folder!r}: {self._name!r} was exchanged or written to after its header was read",
-                hint="load again when its writer is done; writers should put a finished file in the old one's place",
+            raise errors.ChangedSourceError(
+                f"{self._found.folder!r}: {self._name!r} was exchanged or written to after its header was read"
             )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -292,6 +296,15 @@ class Checkpoint:
     def names(self) -> list[str]:
         """All names."""
         return [name for file in self._files for name in file.names]
+
+    def check(self) -> None:
+        """Whether nobody has written to a file that is open: a verdict about it would be about two checkpoints.
+
+        Raises:
+            ChangedSourceError: somebody has.
+        """
+        for file in self._files:
+            file.check()
 
     def place(self, name: str) -> Place | None:
         """Where a tensor is; None where it is not asked for on the CPU."""

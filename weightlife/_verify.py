@@ -56,7 +56,7 @@ def verify(
     Raises:
         NotInstalledError: the model was built without weightlife. SessionStateError: an update is open, or no complete
         load was seen. ConfigError: an argument. UnexpectedTensorError, MissingTensorError, SourceError: the source is
-        not what a complete load brings. Else what the loader, a hook or the source raises.
+        not what a complete load brings. ChangedSourceError: its files were written meanwhile. Else what the loader, a hook or the source raises.
     """
     if isinstance(layers, bool) or not 0 < layers <= 1:
         raise errors.ConfigError(f"layers is a share above 0 and at most 1, not {layers!r}")
@@ -91,7 +91,10 @@ def local_verify(
     what, files = _source(life, source)
     bar = _Bar(life, progress)
     try:
-        return proof.prove(life, files, load, what=what, share=share, seed=seed, progress=bar)
+        found = proof.prove(life, files, load, what=what, share=share, seed=seed, progress=bar)
+        if isinstance(files, Checkpoint):
+            files.check()
+        return found
     finally:
         bar.close()
 

@@ -139,7 +139,8 @@ class Settings:
         default="strict",
         metadata=_choice(
             Check,
-            "Headers of a safetensors folder, held against its index and a complete load before a reload by path.",
+            "Headers of a safetensors folder, held against its index and a complete load before a reload by path, and"
+            " whether its files changed during it.",
         ),
     )
     nonfinite: Check = field(

@@ -34,6 +34,7 @@
     |       +-- TruncatedSourceError WL221
     |       +-- SourceIndexError WL222
     |       +-- RepeatedSourceError WL223
+    |       +-- ChangedSourceError WL224
     +-- StorageError             WL300
     |   +-- StorageMovedError    WL301
     |   +-- RefusedLayerError    WL302
@@ -77,6 +78,7 @@ __all__ = [
     "ActiveSessionError",
     "BudgetError",
     "BypassError",
+    "ChangedSourceError",
     "CompletenessError",
     "ConfigError",
     "DigestMismatchError",
@@ -407,6 +409,16 @@ class RepeatedSourceError(SourceError):
 
     code = "WL223"
     default_hint = "remove the stale file; which copy wins depends on the order of files"
+
+
+class ChangedSourceError(SourceError):
+    """Files of a checkpoint were written or exchanged while they were read: what came may be of two of them."""
+
+    code = "WL224"
+    default_hint = (
+        "load again when its writer is done; writers should put a finished file in the old one's place, or use a new"
+        " folder"
+    )
 
 
 class StorageError(WeightlifeError):

@@ -23,7 +23,7 @@ from typing import Any
 from weightlife import errors
 from weightlife._declared import Header
 
-__all__ = ["INDEX", "PATTERN", "Source", "Stamp", "header_of", "merged", "read", "stamp_of"]
+__all__ = ["INDEX", "PATTERN", "Source", "Stamp", "changed", "header_of", "merged", "read", "stamp_of"]
 
 PATTERN = "*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -186,6 +186,28 @@ def stamp_of(descriptor: int) -> Stamp:
     """Which file an open one is."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def changed(folder: str | os.PathLike[str], source: Source) -> errors.ChangedSourceError | None:
+    """Whether files were written or exchanged since their headers were read, as an error that is not raised.
+
+    By size and time alone: file systems over a network may give a file another number each time that it is opened. A
+    file that was removed is read as it was by whoever has it open.
+    """
+    gone = []
+    for name, (_, _, size, time) in source.stamps.items():
+        try:
+            found = os.stat(Path(folder) / name)  # noqa: PTH116 - the same, twice as fast
+        except OSError:
+            continue
+        if (found.st_size, found.st_mtime_ns) != (size, time):
+            gone.append(name)
+    if not gone:
+        return None
+    names = [name for file in gone for name in source.files.get(file, ())]
+    return errors.ChangedSourceError(
+        f"{source.folder!r}: {len(gone)} files changed while they were read, first {gone[0]!r}", tensors=names
+    )
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], Stamp, int]:

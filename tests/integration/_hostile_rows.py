@@ -12,6 +12,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -232,6 +233,53 @@ def _process_all(bench: Bench) -> None:
 
     runner = bench.runner
     process_weights_after_loading(bench.model, runner.model_config, runner.device)
+
+
+def files_that_change(bench: Bench) -> None:
+    """A checkpoint that is written again while a reload by path reads it: a mixture of two, which nobody made."""
+    import shutil
+    import tempfile
+
+    from safetensors.torch import save_file
+    from vllm.model_executor.model_loader import default_loader
+
+    with tempfile.TemporaryDirectory() as place:
+        folder, new = Path(place, "checkpoint"), Path(place, "new")
+        file = folder / "model.safetensors"
+        other = bench.tensors(bench.served)
+
+        def writing(how: str) -> Callable[[Any], Any]:
+            def make(inner: Any) -> Any:
+                def read(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+                    for number, item in enumerate(inner(*args, **kwargs)):
+                        if number == 3:
+                            save_file({n: t.contiguous() for n, t in other}, new)
+                            if how == "over it":
+                                with new.open("rb") as given, file.open("r+b") as old:
+                                    shutil.copyfileobj(given, old)
+                            elif how == "in its place":
+                                new.replace(file)
+                            elif how == "removed":
+                                shutil.rmtree(folder)
+                        yield item
+
+                return read
+
+            return make
+
+        def reload() -> None:
+            bench.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+
+        for how in ("over it", "in its place", "not at all", "removed"):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(bench.folder(bench.other), folder)
+            other = bench.tensors(bench.served)
+            with exchanged(default_loader, "safetensors_weights_iterator", writing(how)):
+                again = done(reload)
+            written = how in ("over it", "in its place")
+            error = judged(bench, again, f"written {how}", "raise" if written else "accept")
+            bench.require(not written or "WL224" in str(error), f"written {how}: {error}")
+    healed(bench, "files that change")
 
 
 # -- loaders ---------------------------------------------------------------------------------------------------
@@ -587,7 +635,7 @@ def threads_at_once(bench: Bench) -> None:
 ROWS: dict[str, Callable[[Any], None]] = {
     row.__name__: row
     for row in (
-        odd_tensors, odd_sources, odd_loaders, half_an_expert, changed_between, hooks_that_load, interrupted_anywhere,
+        odd_tensors, odd_sources, files_that_change, odd_loaders, half_an_expert, changed_between, hooks_that_load, interrupted_anywhere,
         threads_at_once,
     )
 }  # fmt: skip

@@ -46,6 +46,7 @@ GOLDEN = {
     "WL221": "TruncatedSourceError",
     "WL222": "SourceIndexError",
     "WL223": "RepeatedSourceError",
+    "WL224": "ChangedSourceError",
     "WL300": "StorageError",
     "WL301": "StorageMovedError",
     "WL302": "RefusedLayerError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import sys
 import threading
@@ -386,6 +387,43 @@ class TestSources:
             weightlife.verify(net, tmp_path / "nowhere")
         with pytest.raises(errors.ConfigError, match="no checkpoint of its own"):
             weightlife.verify(net)
+
+    @pytest.mark.parametrize(
+        "how", ["exchanged", "overwritten", "late", "touched", "other", "short", "gone", "gone late"]
+    )
+    def test_a_folder_that_is_written_while_it_is_read(self, how: str, tmp_path: Path) -> None:
+        """What was found is of no checkpoint. Nothing of it may look like a verdict."""
+        net = plainnet.served()
+        parts = {"a.safetensors": plainnet.A[:3], "b.safetensors": plainnet.A[3:]}
+        for file, part in parts.items():
+            save_file(dict(part), tmp_path / file)
+        last = tmp_path / "b.safetensors"
+        told: list[int] = []
+
+        def meanwhile(done: int, total: int) -> None:
+            told.append(done)
+            if (done == total if "late" in how else len(told) == 1) and last.exists():
+                new = tmp_path / "new"
+                save_file({"x": torch.zeros(1)} if how == "other" else dict(plainnet.B[3:]), new)
+                if how in ("exchanged", "other"):
+                    new.replace(last)
+                elif how in ("overwritten", "late"):
+                    last.write_bytes(new.read_bytes())
+                elif how == "touched":
+                    os.utime(last, ns=(0, last.stat().st_mtime_ns + 1))
+                elif how == "short":
+                    os.truncate(last, 20)
+                else:
+                    last.unlink()
+
+        if how == "gone late":  # whoever had it open has read it
+            assert weightlife.verify(net, tmp_path, progress=meanwhile).ok
+            assert not last.exists()
+            return
+        with unchanged(net), pytest.raises(errors.SourceError, match=r"b\.safetensors") as error:
+            weightlife.verify(net, tmp_path, progress=meanwhile)
+        if how != "gone":
+            assert isinstance(error.value, errors.ChangedSourceError)
 
     def test_any_order_and_what_waits(self) -> None:
         served = hookless(ALL)

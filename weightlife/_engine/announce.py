@@ -151,6 +151,17 @@ def check_source(session: WeightLoadSession, source: source_checks.Source) -> No
         check(session, source.headers, True, policy)
 
 
+def source_held(session: WeightLoadSession, error: errors.SourceError | None) -> None:
+    """What was found of files after they were read.
+
+    Raises:
+        ChangedSourceError: by policy.
+    """
+    if error is not None:
+        error.model, error.session = session.life.name, session.id
+        session.problem(error, session.settings.source)
+
+
 _STRENGTH = ("off", "warn", "strict")
 
 

@@ -218,12 +218,15 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
     life.end_implicit()
     operation = "kernel_format" if kernel_format else "reload"
 
+    read: list[Any] = []
+
     def check(session: WeightLoadSession) -> None:
         if iterator is None:
             reloadable.require_path(life)
-        files = None if iterator is not None or kernel_format else sources.of(life.host, path)
+        files = None if iterator is not None or kernel_format else sources.parts(life.host, path)
         if files is not None:
-            announce.check_source(session, files)
+            read.extend(files)
+            announce.check_source(session, sources.merged(files))
 
     session = life.open("reload_weights", operation, True, life.settings.partial_disk, source, before=check)
     session.whole = True
@@ -235,6 +238,7 @@ def _reload(life: Lifecycle, wrapped: Any, args: Args, kwargs: Kwargs) -> Any:
                 out = session.write_directly(lambda: wrapped(*args, **kwargs))
         else:
             out = wrapped(*args, **kwargs)
+        announce.source_held(session, sources.changed(read))
     except BaseException as error:
         if not session.voted:
             life.vote(False, session)

@@ -29,7 +29,18 @@ def of(host: Any, path: Any, dummy: str = "") -> source_checks.Source | None:
         dummy: the format that counts where the engine was started on dummy weights, whose loader reads no files.
     """
     found = parts(host, path, dummy)
-    return None if found is None else source_checks.merged([(prefix, source) for prefix, _, source in found])
+    return None if found is None else merged(found)
+
+
+def merged(found: list[tuple[str, Path, source_checks.Source]]) -> source_checks.Source:
+    """What `parts` found, as one."""
+    return source_checks.merged([(prefix, source) for prefix, _, source in found])
+
+
+def changed(found: list[tuple[str, Path, source_checks.Source]] | None) -> errors.SourceError | None:
+    """Whether files of `parts` are others than when their headers were read, as an error that is not raised."""
+    told = (source_checks.changed(folder, source) for _, folder, source in found or ())
+    return next((error for error in told if error is not None), None)
 
 
 def parts(host: Any, path: Any, dummy: str = "") -> list[tuple[str, Path, source_checks.Source]] | None:
