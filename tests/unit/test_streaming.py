@@ -12,16 +12,22 @@ import pytest
 import torch
 from torch import nn
 
+import weightlife
+from tests.plainnet import A, B, Net, serves
 from tests.toyhost import KINDS, Boom, Layer, Served, Snapshot, ToyModel, cold, faults, parameter
 from weightlife import errors
+from weightlife._engine import stage
 from weightlife._engine.guard import Pass
 
 EVERYTHING = (*sorted(KINDS), ("packed", "tied"))
 LEAN: dict[str, Any] = {"isolation": "in_place", "storage": "pinned"}
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["from the start", "when it is needed"])
+def _clean(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test with either way to get memory for what loaders write."""
+    if request.param == "when it is needed":
+        monkeypatch.setattr(stage, "COLD_BYTES", 0)
     yield
     faults.clear()
     Served.close_all()
@@ -74,6 +80,40 @@ class TestExact:
         )
         served.send({n: v for n, v in checkpoint.items() if n not in names})
         served.finish()
+
+    def test_memory_comes_with_the_first_tensor_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stage, "COLD_BYTES", 0)
+        served = Served(("packed", "packed"), **LEAN)
+        checkpoint = served.checkpoint(1)
+        served.open()
+        parameters = {n: p for n, p in served.model.named_parameters() if ".1." in n and p.numel()}
+        first = {n: p.data_ptr() for n, p in parameters.items()}
+        served.send({n: v for n, v in checkpoint.items() if ".0." in n})
+        assert {n: p.data_ptr() for n, p in parameters.items()} == first
+        served.send({n: v for n, v in checkpoint.items() if ".1." in n})
+        served.finish()
+        served.weights = checkpoint
+        assert torch.equal(served.run(), served.expected())
+
+    @pytest.mark.parametrize("watch", ["all", "sampled"])
+    @pytest.mark.parametrize("changes", [False, True])
+    def test_views_that_a_loader_took_before_are_of_that_memory(self, changes: bool, watch: str) -> None:
+        looks: list[bool] = [not changes]
+
+        def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            parameters = dict(model.named_parameters())
+            views = {name: parameter.data for name, parameter in parameters.items()}
+            for name, tensor in weights:
+                (views[name] if looks[0] else parameters[name].data).copy_(tensor)
+
+        net = Net()
+        wrapped = weightlife.wrap_loader(
+            load, isolation="in_place", storage="pinned", undo_budget_bytes=0, watch_writes=watch
+        )
+        for weights, want in ((A, "A"), (B, "B"), (A, "A"), (B, "B")):
+            wrapped(net, weights)
+            assert serves(net) == want
+            looks[0] = True
 
     def test_raw_memory_goes_although_the_loader_still_holds_the_parameter(self) -> None:
         held: list[torch.Tensor] = []

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightlife._engine import slots
-from weightlife._engine.arena import Arena
+from weightlife._engine.arena import untouched
 from weightlife._engine.footprint import Plan
-from weightlife._engine.skeleton import TensorSkeleton, view_on
+from weightlife._engine.skeleton import TensorSkeleton
 from weightlife._engine.stage import Stage
 from weightlife._engine.track import Track
 
@@ -119,7 +119,7 @@ class Ground(Stage):
     def _track_of(self, made: TensorSkeleton) -> Track:
         if made.storage not in self.lendable:
             return super()._track_of(made)
-        before, self.memory = self.memory, _untouched
+        before, self.memory = self.memory, untouched
         try:
             return super()._track_of(made)
         finally:
@@ -131,21 +131,15 @@ class Ground(Stage):
         Returns the memory that stood there for generation B before, which nobody may write any more.
         """
         track = self.by_number[number]
-        gone: torch.UntypedStorage | None = None
         if track.placeholder:
-            gone, track.storage = track.storage, storage
+            gone = self._exchange(track, number, storage)
             del self.index[int(gone._cdata)]
-            mine = (self.placeholders.get(index) for index in self.skeleton.storages[number].tensors)
-            tensors = [tensor for tensor in mine if tensor is not None]
-        else:
-            track.stage = storage
-            tensors = [tensor for tensor, _ in track.tensors]
+            return gone
+        track.stage = storage
         self.index[int(storage._cdata)] = track
-        for tensor in tensors:
-            tensor.data = view_on(
-                storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            )
-        return gone
+        for tensor, _ in track.tensors:
+            self._repoint(tensor, storage)
+        return None
 
     # -- the end of a part -------------------------------------------------------------------------------------
 
@@ -181,11 +175,6 @@ class Ground(Stage):
         self._glances.clear()
         self._of_layer.clear()
         self.modules = []
-
-
-def _untouched(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Memory that nobody is going to touch: a mapping without pages, so that no allocator grows for it."""
-    return Arena(nbytes).take(nbytes, device)
 
 
 __all__ = ["Ground"]

@@ -86,10 +86,13 @@ class Receiver(Watch):
 
     @staticmethod
     def _on_stage(track: Track, value: torch.Tensor) -> torch.Tensor:
-        """The same elements in generation B's memory, if there is one beside A's."""
-        if track.stage is None or value.untyped_storage()._cdata == track.stage._cdata:
+        """The same elements in generation B's memory, if there is one beside A's or beside what stood there first."""
+        if track.stage is None and not track.moved:
             return value
-        return view_on(track.stage, value.dtype, value.storage_offset(), value.shape, value.stride())
+        current = track.current
+        if value.untyped_storage()._cdata == current._cdata:
+            return value
+        return view_on(current, value.dtype, value.storage_offset(), value.shape, value.stride())
 
     def prepare(self, value: Any, written: bool, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor argument, with memory behind it, redirected to generation B where that exists."""

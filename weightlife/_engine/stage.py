@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightlife._engine import slots
+from weightlife._engine.arena import untouched
 from weightlife._engine.footprint import ABSENT, Plan, live_numbers
 from weightlife._engine.ledger import Region, region
 from weightlife._engine.skeleton import (
@@ -30,6 +31,9 @@ from weightlife._engine.skeleton import (
     view_on,
 )
 from weightlife._engine.track import Track
+
+# Below this a mapping of its own (10 us, and a kernel's record of it) is not worth it.
+COLD_BYTES = 1 << 20
 
 
 def _tensors(state: slots.State) -> Iterator[tuple[slots.Key, torch.Tensor]]:
@@ -98,6 +102,12 @@ class Stage:
         self.watched: dict[
             int, tuple[Track, StorageWeakRef]
         ] = {}  # their storages that hooks wrote at the first load
+        self.cold: set[int] = (
+            set()
+        )  # storages whose memory is taken when the first tensor for them comes (`warm`)
+        self._gone: list[
+            torch.UntypedStorage
+        ] = []  # what stood there before: their identities are not used again
         self.undo: dict[int, torch.Tensor] = {}  # live storage identity -> its bytes before (in place only)
         self.undo_bytes = 0
         self.declared = list(declared)
@@ -198,13 +208,45 @@ class Stage:
             skeleton = self.skeleton.storages[made.storage]
             # Memory from the start: a loader may read, print or take the address of a parameter. On a CPU pages come
             # at the first touch; on a device all of B is there before processing anyway.
-            storage = self.memory(skeleton.nbytes, skeleton.device)
+            if skeleton.device.type != "cpu" or skeleton.nbytes < COLD_BYTES:
+                self.cold.discard(made.storage)
+            take = untouched if made.storage in self.cold else self.memory
+            storage = take(skeleton.nbytes, skeleton.device)
             if self.fill is not None:
                 self.fill(view_on(storage, skeleton.dtype, 0, (skeleton.numel,), (1,)))
             track = Track(made.storage, storage, skeleton.nbytes, skeleton.dtype, True, made.path)
             self.by_number[made.storage] = track
             self.index[int(storage._cdata)] = track
         return track
+
+    def warm(self, number: int) -> None:
+        """The first tensor for a storage is about to come: take memory for it, which may be that of a layer before.
+
+        Pages that were touched before cost a sixth of new ones. Whatever was done to the storage already keeps it.
+        """
+        if number not in self.cold:
+            return
+        self.cold.remove(number)
+        track = self.by_number.get(number)
+        if track is None or not track.placeholder:
+            return  # memory that serves
+        if track.ever or track.irregular or track.raw or track.hooked or track.retired:
+            return
+        memory = self.memory(track.nbytes, track.storage.device)
+        if self.fill is not None:
+            self.fill(view_on(memory, track.dtype, 0, (track.numel,), (1,)))
+        self._gone.append(self._exchange(track, number, memory))
+        track.moved = True
+
+    def _exchange(self, track: Track, number: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Other memory for a placeholder's storage. Returns what stood there, which the index still knows."""
+        gone, track.storage = track.storage, storage
+        self.index[int(storage._cdata)] = track
+        for index in self.skeleton.storages[number].tensors:
+            tensor = self.placeholders.get(index)
+            if tensor is not None:
+                self._repoint(tensor, storage)
+        return gone
 
     def differs(self, track: Track) -> bool:
         """Whether a stage holds other bytes than the storage that it stands for."""
@@ -484,3 +526,5 @@ class Stage:
         self.raw.clear()
         self.watched.clear()
         self.undo.clear()
+        self.cold.clear()
+        self._gone.clear()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightlife import errors
-from weightlife._engine import fill, memory, slots, storage
+from weightlife._engine import fill, slots, storage
 from weightlife._engine.skeleton import storage_key
 from weightlife._engine.track import Track
 
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from weightlife._engine.ledger import Region
     from weightlife._engine.lifecycle import Lifecycle
     from weightlife._engine.session import WeightLoadSession
-
-# Of what layers free, so much may lie in the C library's heap: B's pages are touched for the first time layer by layer, so
-# its holes are not filled again before the next update. That one finds them: handing back after each 64 MiB brought the
-# peak of a 0.5B shape from 1,250 to 610 MiB, and the reload of a mixture of 330 MiB from 1.17 to 1.61 times stock's.
-KEPT_BYTES = 512 * 1024**2
 
 
 @dataclass
@@ -97,9 +92,26 @@ class Streamer:
         self._a_views: dict[int, torch.Tensor] | None = None
         self._live: list[Track] = []  # memory that serves, and holds B already
         self._guards: dict[int, Track] = {}
-        self._freed = 0  # bytes that the C library may keep
         for unit in session.life.streamable():
             self.by_number.update(dict.fromkeys(unit.numbers, replace(unit)))
+        assert session.stage is not None
+        session.stage.cold = {n for n, unit in self.by_number.items() if n in unit.expected}
+
+    def warm(self, number: int) -> None:
+        """A tensor is about to be loaded into this storage."""
+        stage, receiver = self.session.stage, self.session.receiver
+        if stage is None or number not in stage.cold:
+            return
+        assert receiver is not None
+        before, receiver.suspended = (
+            receiver.suspended,
+            True,
+        )  # memory is exchanged, which is no write of the loader's
+        try:
+            with torch._C.DisableTorchFunction():
+                stage.warm(number)
+        finally:
+            receiver.suspended = before
 
     def begin(self, name: str) -> None:
         """A tensor is about to be loaded.
@@ -107,8 +119,9 @@ class Streamer:
         Raises:
             SurplusTensorError: its layer has all that a complete load brings, and was processed.
         """
-        entry = self.session.life.manifest.names.get(name) if self.done else None
+        entry = self.session.life.manifest.names.get(name)
         for number, _ in entry.writes if entry is not None else ():
+            self.warm(number)
             unit = self.by_number.get(number)
             if unit is not None and unit.done:
                 raise self._again(name, unit)
@@ -177,10 +190,6 @@ class Streamer:
                 self._commit(unit, layer)
             finally:
                 session.receiver.suspended = False
-        raw.clear()
-        if self._freed > KEPT_BYTES:
-            memory.trim()
-            self._freed = 0
         unit.done = True
         self.done |= unit.members
         session.account.early.append(seconds)
@@ -202,8 +211,6 @@ class Streamer:
             key_ = storage_key(tensor)
             if key_ is None or key_ in used:
                 continue
-            if tensor.device.type == "cpu":
-                self._freed += tensor.nbytes
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self._guard(unit, int(empty.untyped_storage()._cdata), empty.untyped_storage())
             tensor.data = empty

@@ -38,6 +38,7 @@ class Track:
     irregular: bool = False  # writes that can't be mapped to elements
     raw: bool = False  # its memory was handed out
     hooked: bool = False  # written while hooks run
+    moved: bool = False  # a view of other memory may be about, of before the first tensor for it came
     retired: int = 0  # id of the layer that was processed early: nobody may touch this any more
 
     @property

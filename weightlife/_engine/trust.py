@@ -234,6 +234,8 @@ class Trust:
         """Get a storage ready for writes that nobody sees: B's memory in place, marked where rules will write."""
         self.ready[number] = False
         session, stage = self.session, self.stage
+        if self.streamer is not None:
+            self.streamer.warm(number)
         track = stage.by_number.get(number)
         receiver = session.receiver
         assert receiver is not None
