@@ -113,8 +113,10 @@ def execute(
     started = time.monotonic()
     if weightlife is not None:
         import weightlife as product
+        from weightlife._engine import stage
 
         product.install(**weightlife)
+        stage.COLD_BYTES = 0  # tiny layers get their memory in the way of large ones
     llm = _engine(folders.a if link is None else _cold.point(link, folders.a), start, engine)
     _cold.KEEP.append(llm)
     _note(steps, {"step": "start", "seconds": time.monotonic() - started, "differences": []})

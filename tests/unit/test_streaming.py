@@ -193,8 +193,9 @@ class TestUndone:
         served.update(served.checkpoint(2))
         assert torch.equal(served.run(), served.expected())
 
+    @pytest.mark.parametrize("bare", [False, True])
     @pytest.mark.parametrize("after", [2, 5, 9])
-    def test_a_failure_without_undo_is_healed_whatever_layers_held(self, after: int) -> None:
+    def test_a_failure_without_undo_is_healed_whatever_layers_held(self, after: int, bare: bool) -> None:
         served = Served(EVERYTHING, **LEAN, undo_budget_bytes=0)
         faults.arm("hook", after)
         with pytest.raises(Boom):
@@ -203,7 +204,13 @@ class TestUndone:
         with pytest.raises(errors.PoisonedModelError):
             served.run(Pass.REAL)
         for seed in (2, 3):
-            served.update(served.checkpoint(seed))
+            if bare:  # no layer may look as if a client had made it anew
+                served.send(weights := served.checkpoint(seed))
+                served.life.finish("the next pass")
+                served.weights = weights
+            else:
+                served.update(served.checkpoint(seed))
+            assert not served.life.poisoned
             assert torch.equal(served.run(), served.expected())
 
     @pytest.mark.parametrize("budget", [None, 0])

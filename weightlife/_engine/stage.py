@@ -493,15 +493,19 @@ class Stage:
                 slots.write(holder.obj, target, unmade)
 
     def let_go(self, modules: set[int], holders: dict[int, slots.Holder]) -> None:
-        """What some layers hold now is A from here on: nothing can undo them, and what they held before may be freed.
+        """What some layers hold now is A from here on, but for tensors: nothing can undo them, and the rest may be freed.
 
         Args:
             modules: ids of the layers.
             holders: what a walk of them found now.
         """
-        gone = [i for i, h in self.holders.items() if h.owners and h.owners <= modules]
-        for ident in gone:
-            del self.holders[ident], self.before[ident]
+        for ident in [i for i, h in self.holders.items() if h.owners and h.owners <= modules]:
+            if ident not in holders:
+                del self.holders[ident], self.before[ident]
+                continue
+            # Tensors are A's objects still, on storage that is pinned: by these a model is known again.
+            tensors = {k: v for k, v in self.before[ident].items() if isinstance(v, torch.Tensor)}
+            self.before[ident] = {**slots.read(self.holders[ident].obj), **tensors}
         for ident, holder in holders.items():
             if ident not in self.holders:
                 self.holders[ident], self.before[ident] = holder, slots.read(holder.obj)
