@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,16 @@ from tests import docblocks
 
 def plain() -> dict[str, str]:
     """Run the blocks that need torch at most; what went wrong, by place."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:  # blocks may write files
+        os.chdir(folder)
+        try:
+            return _plain()
+        finally:
+            os.chdir(before)
+
+
+def _plain() -> dict[str, str]:
     import torch
     from torch import nn
 
