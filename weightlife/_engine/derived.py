@@ -109,7 +109,7 @@ class Derived:
         track = stage.index.get(key)
         if track is not None and not track.placeholder:
             written = track.stage is not None or track.ever or track.raw or track.retired
-            undone = int(track.storage._cdata) in stage.undo or session.life.unsafe
+            undone = _undone(session, track)
             # What a layer that this update leaves alone keeps, it keeps rightly, also in a table of both.
             return not written and not undone and not track.owners - layers & session.idle
         known = self._known.get(key)

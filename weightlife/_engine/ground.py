@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightlife._engine import slots
-from weightlife._engine.arena import untouched
 from weightlife._engine.footprint import Plan
-from weightlife._engine.skeleton import TensorSkeleton
 from weightlife._engine.stage import Stage
-from weightlife._engine.track import Track
 
 if TYPE_CHECKING:
     from weightlife._engine.lifecycle import Lifecycle
@@ -116,14 +113,8 @@ class Ground(Stage):
 
     # -- memory of the source ----------------------------------------------------------------------------------
 
-    def _track_of(self, made: TensorSkeleton) -> Track:
-        if made.storage not in self.lendable:
-            return super()._track_of(made)
-        before, self.memory = self.memory, untouched
-        try:
-            return super()._track_of(made)
-        finally:
-            self.memory = before
+    def _is_exchanged(self, number: int) -> bool:
+        return number in self.lendable
 
     def lend(self, number: int, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Let a source tensor's own memory be generation B's of a storage that it fills, instead of a copy of it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,19 +139,25 @@ class Receiver(Watch):
             self.stage_quietly(track)
         return self._on_stage(track, value)
 
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """What is done inside is our own, and no write of the loader's."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
+
     def stage_quietly(self, track: Track, copy: bool = False) -> None:
         """Stage where this mode is active: making a stage is no write of the loader's."""
         assert self.stage is not None
-        before, self.suspended = self.suspended, True
-        try:
+        with self.quietly():
             self.stage(track)
             if copy:
                 whole = (track.nbytes,)
                 view_on(track.current, torch.uint8, 0, whole, (1,)).copy_(
                     view_on(track.storage, torch.uint8, 0, whole, (1,))
                 )
-        finally:
-            self.suspended = before
 
     def enter(self, value: Any) -> None:
         """A tensor that was written where no mode could see it."""

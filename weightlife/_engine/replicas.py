@@ -71,10 +71,7 @@ def shards(skeleton: Skeleton, names: Mapping[str, Received], numbers: Iterable[
     Returns:
         storage -> digest, as `Held.take` would take it of what is no replica.
     """
-    whole: dict[int, bool] = {}
-    for entry in names.values():
-        for number, _ in entry.writes:
-            whole[number] = whole.get(number, True) and _whole(entry)
+    whole = _come_whole(names.values())
     taken: list[int] = []
     memory: list[torch.Tensor] = []
     for number in numbers:
@@ -147,11 +144,8 @@ class Held:
         """Whether what a complete load brings for a storage goes into it with all elements."""
         manifest, known = self.session.life.manifest, self.memory.whole
         if known is None or known[0] is not manifest:
-            known = self.memory.whole = (manifest, {})
             names = self.session.intake.received if manifest.provisional else manifest.names
-            for entry in names.values():
-                for place, _ in entry.writes:
-                    known[1][place] = known[1].get(place, True) and _whole(entry)
+            known = self.memory.whole = (manifest, _come_whole(names.values()))
         return known[1].get(number, False)
 
     def _complete(self, number: int, track: Track) -> bool:
@@ -274,6 +268,15 @@ class Held:
 def _whole(entry: Received) -> bool:
     """Whether a tensor went into the model with all of its elements."""
     return sum(part.numel for _, part in entry.writes) == math.prod(entry.shape)
+
+
+def _come_whole(entries: Iterable[Received]) -> dict[int, bool]:
+    """Storage -> whether all that is written to it comes of tensors that go in with all elements."""
+    whole: dict[int, bool] = {}
+    for entry in entries:
+        for number, _ in entry.writes:
+            whole[number] = whole.get(number, True) and _whole(entry)
+    return whole
 
 
 def _looked_at(flat: torch.Tensor) -> torch.Tensor:

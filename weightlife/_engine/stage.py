@@ -102,12 +102,8 @@ class Stage:
         self.watched: dict[
             int, tuple[Track, StorageWeakRef]
         ] = {}  # their storages that hooks wrote at the first load
-        self.cold: set[int] = (
-            set()
-        )  # storages whose memory is taken when the first tensor for them comes (`warm`)
-        self._gone: list[
-            torch.UntypedStorage
-        ] = []  # what stood there before: their identities are not used again
+        self.cold: set[int] = set()  # storages that get their memory with the first tensor (`warm`)
+        self._gone: list[torch.UntypedStorage] = []  # stood there before: identities are not used again
         self.undo: dict[int, torch.Tensor] = {}  # live storage identity -> its bytes before (in place only)
         self.undo_bytes = 0
         self.declared = list(declared)
@@ -208,9 +204,7 @@ class Stage:
             skeleton = self.skeleton.storages[made.storage]
             # Memory from the start: a loader may read, print or take the address of a parameter. On a CPU pages come
             # at the first touch; on a device all of B is there before processing anyway.
-            if skeleton.device.type != "cpu" or skeleton.nbytes < COLD_BYTES:
-                self.cold.discard(made.storage)
-            take = untouched if made.storage in self.cold else self.memory
+            take = untouched if self._is_exchanged(made.storage) else self.memory
             storage = take(skeleton.nbytes, skeleton.device)
             if self.fill is not None:
                 self.fill(view_on(storage, skeleton.dtype, 0, (skeleton.numel,), (1,)))
@@ -218,6 +212,15 @@ class Stage:
             self.by_number[made.storage] = track
             self.index[int(storage._cdata)] = track
         return track
+
+    def _is_exchanged(self, number: int) -> bool:
+        """Whether other memory comes in the place of a storage's before anybody writes to it."""
+        return number in self.cold
+
+    def keep_cold(self, numbers: Iterable[int]) -> None:
+        """Take memory for these storages when the first tensor for them comes, where that is worth it (`warm`)."""
+        made = self.skeleton.storages
+        self.cold = {n for n in numbers if made[n].device.type == "cpu" and made[n].nbytes >= COLD_BYTES}
 
     def warm(self, number: int) -> None:
         """The first tensor for a storage is about to come: take memory for it, which may be that of a layer before.

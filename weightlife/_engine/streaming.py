@@ -95,7 +95,7 @@ class Streamer:
         for unit in session.life.streamable():
             self.by_number.update(dict.fromkeys(unit.numbers, replace(unit)))
         assert session.stage is not None
-        session.stage.cold = {n for n, unit in self.by_number.items() if n in unit.expected}
+        session.stage.keep_cold(n for n, unit in self.by_number.items() if n in unit.expected)
 
     def warm(self, number: int) -> None:
         """A tensor is about to be loaded into this storage."""
@@ -103,15 +103,8 @@ class Streamer:
         if stage is None or number not in stage.cold:
             return
         assert receiver is not None
-        before, receiver.suspended = (
-            receiver.suspended,
-            True,
-        )  # memory is exchanged, which is no write of the loader's
-        try:
-            with torch._C.DisableTorchFunction():
-                stage.warm(number)
-        finally:
-            receiver.suspended = before
+        with receiver.quietly(), torch._C.DisableTorchFunction():
+            stage.warm(number)
 
     def begin(self, name: str) -> None:
         """A tensor is about to be loaded.

@@ -278,12 +278,9 @@ class Trust:
             for at in ends:
                 ctypes.memmove(start + at, self._word, PROBE_BYTES)
             return
-        before, receiver.suspended = receiver.suspended, True  # the marks are no writes of the loader's
-        try:
+        with receiver.quietly():
             flat, word, index = self._probes(track)
             flat[index] = word
-        finally:
-            receiver.suspended = before
 
     def _ends(self, track: Track) -> Sequence[int]:
         """Where the word is put by itself, in bytes; () where all are written at once."""
